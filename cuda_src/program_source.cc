@@ -174,7 +174,7 @@ std::string Flag(const char* name, bool value) {
 }  // namespace
 
 std::string ProgramSource(const Problem& p) {
-  const std::string given = "(const ProgramParams& p, const Place& at";
+  const std::string given = "(const ProgramParams& p, const Entry& at";
   std::string text = "#pragma once\nnamespace jax_flash::program {\n";
   const Extent mask = p.mask_mod_extent();
   text += Flag("kMaskRows", mask.rows) + Flag("kMaskColumns", mask.columns);

@@ -45,18 +45,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const Shape shape(p);
   const ScorePart warp;
   int64_t block = blockIdx.x;
-  const int part = Take(&block, p.parts);
-  const int own_column = Take(&block, shape.column.Own()), own_row = Take(&block, shape.row.Own());
-  const int own_head = Take(&block, shape.head.Own()), own_batch = block;
+  const int part = PopIndex(&block, p.parts);
+  const int own_column = PopIndex(&block, shape.column.Own()), own_row = PopIndex(&block, shape.row.Own());
+  const int own_head = PopIndex(&block, shape.head.Own()), own_batch = block;
 
   Accumulator<ScorePart::kHeight, ScorePart::kWidth> sum;
   Clear(sum);
   const int64_t all = int64_t(shape.batch.Summed()) * shape.head.Summed() * shape.row.Summed() * shape.column.Summed();
   for (int64_t n = all * part / p.parts; n < all * (part + 1) / p.parts; ++n) {
     int64_t item = n;
-    const int row = (own_row + Take(&item, shape.row.Summed())) * kRows;
-    const int column = (own_column + Take(&item, shape.column.Summed())) * kKeys;
-    const int head = own_head + Take(&item, shape.head.Summed()), batch = own_batch + int(item);
+    const int row = (own_row + PopIndex(&item, shape.row.Summed())) * kRows;
+    const int column = (own_column + PopIndex(&item, shape.column.Summed())) * kKeys;
+    const int head = own_head + PopIndex(&item, shape.head.Summed()), batch = own_batch + int(item);
     const Positions positions = PositionsOf(p, batch);
     const Visible keys = KeysOf(p, positions, batch, row, row + kRows);
     if (max(keys.any_lo, column) >= min(keys.any_hi, column + kKeys)) continue;

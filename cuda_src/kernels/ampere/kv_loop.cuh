@@ -186,10 +186,8 @@ struct LoadNext {
     const Matrix K = tile.Key(p, p.key, kQKDim), V = tile.Key(p, p.value, kVDim);
     const int from = next.Exists() ? next.Column() : 0, end = next.Exists() ? tile.keys.any_hi : 0;
     if constexpr (kPage > 0) {
-      shared.k[stage].template LoadRows<kThreads>([&](int j) { return K.At(PlaceOfKey(j), 0); }, from, end, part,
-                                                  parts);
-      shared.v[stage].template LoadRows<kThreads>([&](int j) { return V.At(PlaceOfKey(j), 0); }, from, end, part,
-                                                  parts);
+      shared.k[stage].template LoadRows<kThreads>([&](int j) { return K.At(PagedKey(j), 0); }, from, end, part, parts);
+      shared.v[stage].template LoadRows<kThreads>([&](int j) { return V.At(PagedKey(j), 0); }, from, end, part, parts);
     } else {
       shared.k[stage].template Load<kThreads>(K.data, K.stride, from, end, part, parts);
       shared.v[stage].template Load<kThreads>(V.data, V.stride, from, end, part, parts);
@@ -204,7 +202,7 @@ struct LoadNext {
 
  private:
   // The index of key j among the keys of all pages. Invalid page numbers are clamped.
-  __device__ __forceinline__ int PlaceOfKey(int j) const {
+  __device__ __forceinline__ int PagedKey(int j) const {
     j = min(j, p.kv_len - 1);
     const int page = __ldg(p.page_table + int64_t(tile.batch) * (p.kv_len / kPage) + j / kPage);
     return min(max(page, 0), p.pages - 1) * kPage + j % kPage;

@@ -125,7 +125,7 @@ struct Consumer {
     const int64_t head = int64_t(FirstRowBlock(p, step.batch * p.q_heads + step.head)) * kRowBlock;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int64_t at = head + PlaceOfRow(ViewOf(tile).Row(h, 0));
+      const int64_t at = head + PermutedRow(ViewOf(tile).Row(h, 0));
       minus_l[h] = p.logsumexp[at] * kLog2e, m[h] = p.maximum[at], D[h] = p.d[at];
     }
     if (!step.masked) return;

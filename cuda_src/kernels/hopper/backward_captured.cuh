@@ -131,17 +131,17 @@ struct CapturedGradients {
       for (int i = 0; i < kEntriesOfBlock; ++i) Ask(i, ds[i], TakeTerm<kNumber>{terms[i]});
       const BlockSum sum = SumAlong<program::kAlong<kNumber>>(terms, lane);
       const int row = view.Row(0, x) - lane % 4 * 2, key = view.key - lane / 4;
-      Ask(PlaceOf(score.p, score.batch, score.head, row + sum.row, key + sum.key), 0.0f, AddSum<kNumber>{sum.x});
+      Ask(EntryOf(score.p, score.batch, score.head, row + sum.row, key + sum.key), 0.0f, AddSum<kNumber>{sum.x});
       AddSums<kNumber + 1>(ds);
     }
   }
 
   template <typename Adds>
   __device__ __forceinline__ void Ask(int i, float ds, Adds add) const {
-    Ask(PlaceOf(score.p, score.batch, score.head, view, i / 2 % 2, x + i / 4 * 2 + i % 2), ds, add);
+    Ask(EntryOf(score.p, score.batch, score.head, view, i / 2 % 2, x + i / 4 * 2 + i % 2), ds, add);
   }
   template <typename Adds>
-  __device__ __forceinline__ void Ask(const program::Place& at, float ds, Adds add) const {
+  __device__ __forceinline__ void Ask(const program::Entry& at, float ds, Adds add) const {
     program::ScoreGrad<false>(Programs(score.p), at, 0.0f, ds, add);
   }
 };

@@ -13,7 +13,7 @@ namespace jax_flash::hopper {
 // A block of kRowBlock rows of Q.
 struct RowBlock {
   int batch, head, row;  // the first row
-  int place;             // its index among the blocks in scratch
+  int index;             // its index among the blocks in scratch
 
   // The block with this index among the blocks of all heads.
   __device__ __forceinline__ RowBlock(const Params& p, uint32_t number) {
@@ -21,15 +21,15 @@ struct RowBlock {
     const int heads = Opaque(p.q_heads);
     batch = all_heads / uint32_t(heads), head = all_heads - batch * heads;
     row = (number - all_heads * blocks) * kRowBlock;
-    place = FirstRowBlock(p, all_heads) + (number - all_heads * blocks);
+    index = FirstRowBlock(p, all_heads) + (number - all_heads * blocks);
   }
 
   // The head's index among the heads of all batch entries.
   __device__ __forceinline__ int Head(const Params& p) const { return batch * p.q_heads + head; }
   // The block's first row in scratch, and its dQ there.
-  __device__ __forceinline__ int64_t Rows() const { return int64_t(place) * kRowBlock; }
+  __device__ __forceinline__ int64_t Rows() const { return int64_t(index) * kRowBlock; }
   __device__ __forceinline__ float* DQ(const Params& p) const {
-    return p.dq_sum + int64_t(place) * (kRowBlock * kQKDim);
+    return p.dq_sum + int64_t(index) * (kRowBlock * kQKDim);
   }
 };
 
@@ -78,14 +78,14 @@ __device__ __forceinline__ void StoreD(const Params& p, const RowBlock& block, i
     product = gradients.d;
     gradients.StoreOfSink(p, at);
   }
-  p.d[block.Rows() + PlaceOfRow(r)] = exists ? product / ZScale(p) : 0.0f;
+  p.d[block.Rows() + PermutedRow(r)] = exists ? product / ZScale(p) : 0.0f;
 }
 
 // Stores -L of row r, divided by the scale of S; with a bias or a score_mod, it stores -log l and m separately. The
 // lanes of a warp have 32 consecutive rows. Together they store one word with a bit for each empty row.
 __device__ __forceinline__ void StoreL(const Params& p, const RowBlock& block, int r) {
   const int64_t from = int64_t(block.Head(p)) * p.q_len + block.row + r;
-  const int64_t to = block.Rows() + PlaceOfRow(r);
+  const int64_t to = block.Rows() + PermutedRow(r);
   const bool exists = block.row + r < p.q_len;
   float l = exists ? p.l[from] : 0.0f, m = exists ? p.m[from] : 0.0f;
   JoinSink(p, block.batch, block.head, &m, &l);

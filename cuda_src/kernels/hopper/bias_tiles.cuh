@@ -66,12 +66,12 @@ __device__ __forceinline__ uint32_t PackBias(float low, float high) {
 // Addresses of 16 x 16 entries of a tile. A lane has 8 of them, in the order of an accumulator. `rows` is the first of
 // the 16 rows in the first box. `key` is the first of the 16 keys in the tile.
 template <bool kTransposed>
-struct BiasPlaces {
+struct BiasAddresses {
   const uint8_t* const box;
   const int chunk;  // the first 16 bytes in the box
   const int lane;
 
-  __device__ __forceinline__ BiasPlaces(const uint8_t* rows, int key)
+  __device__ __forceinline__ BiasAddresses(const uint8_t* rows, int key)
       : box(rows + key / kBiasBoxKeys * kBiasBox),
         chunk(key % kBiasBoxKeys * kBiasBytes / 16),
         lane(threadIdx.x % 32) {}
@@ -95,9 +95,9 @@ struct BiasPlaces {
 // Adds 16 x 16 entries of the bias to this lane's part of S, or of its transpose.
 template <bool kTransposed>
 __device__ __forceinline__ void AddBiasTile(const uint8_t* rows, int key, float* S) {
-  const BiasPlaces<kTransposed> places(rows, key);
+  const BiasAddresses<kTransposed> addresses(rows, key);
   if constexpr (kBiasBytes == 2) {
-    const uint32_t from = places.Matrices();
+    const uint32_t from = addresses.Matrices();
     uint32_t x[4];
     if constexpr (kTransposed) {
       LdmatrixTransposed(x, from);
@@ -113,10 +113,10 @@ __device__ __forceinline__ void AddBiasTile(const uint8_t* rows, int key, float*
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
       if constexpr (kTransposed) {
-        S[i] = WithBias(S[i], *places.Entry(i)), S[i + 1] = WithBias(S[i + 1], *places.Entry(i + 1));
+        S[i] = WithBias(S[i], *addresses.Entry(i)), S[i + 1] = WithBias(S[i + 1], *addresses.Entry(i + 1));
       } else {  // lanes of odd rows read the two entries in reverse order, to avoid bank conflicts
-        const int odd = places.lane / 4 % 2;
-        const float first = places.Entry(i)[odd], second = places.Entry(i)[1 - odd];
+        const int odd = addresses.lane / 4 % 2;
+        const float first = addresses.Entry(i)[odd], second = addresses.Entry(i)[1 - odd];
         S[i] = WithBias(S[i], odd ? second : first), S[i + 1] = WithBias(S[i + 1], odd ? first : second);
       }
     }
@@ -125,12 +125,13 @@ __device__ __forceinline__ void AddBiasTile(const uint8_t* rows, int key, float*
 
 // Stores this lane's part of 16 x 16 entries.
 __device__ __forceinline__ void PutBiasTile(uint8_t* rows, int key, const float* x) {
-  const BiasPlaces<false> places(rows, key);
+  const BiasAddresses<false> addresses(rows, key);
   if constexpr (kBiasBytes == 2) {
-    Stmatrix(places.Matrices(), PackBias(x[0], x[1]), PackBias(x[2], x[3]), PackBias(x[4], x[5]), PackBias(x[6], x[7]));
+    Stmatrix(addresses.Matrices(), PackBias(x[0], x[1]), PackBias(x[2], x[3]), PackBias(x[4], x[5]),
+             PackBias(x[6], x[7]));
   } else {
 #pragma unroll
-    for (int i = 0; i < 8; i += 2) *reinterpret_cast<float2*>(places.Entry(i)) = {x[i], x[i + 1]};
+    for (int i = 0; i < 8; i += 2) *reinterpret_cast<float2*>(addresses.Entry(i)) = {x[i], x[i + 1]};
   }
 }
 

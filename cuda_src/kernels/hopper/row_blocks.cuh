@@ -24,7 +24,7 @@ __device__ __forceinline__ int FirstRowBlock(const Params& p, uint32_t head) {
 
 // The index of row r of L and D. Rows are permuted within each 16. Then a lane's values for a 16 x 16 tile of S^T are
 // one float4.
-__device__ __forceinline__ int PlaceOfRow(int row) {
+__device__ __forceinline__ int PermutedRow(int row) {
   return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2;
 }
 

@@ -52,7 +52,7 @@ struct Sums {
 };
 
 // Divides off the innermost index of a number that combines several indices.
-__device__ __forceinline__ int Take(int64_t* number, int count) {
+__device__ __forceinline__ int PopIndex(int64_t* number, int count) {
   const int index = *number % count;
   *number /= count;
   return index;

@@ -19,7 +19,7 @@ constexpr bool kStoresBits = kMask || kBlockMask;  // otherwise the passes evalu
 
 // A writable pointer to an array that only these kernels write.
 template <typename T>
-__device__ __forceinline__ T* Made(const T* array) {
+__device__ __forceinline__ T* Mutable(const T* array) {
   return const_cast<T*>(array);
 }
 
@@ -29,12 +29,12 @@ struct Span {
 };
 
 // The block that a CTA computes, and where it is written.
-struct Place {
+struct OutputBlock {
   int batch, head;  // in the resulting block mask; 0 where it is shared
   int kind;         // the kind that refers to its bits
   Span rows, columns;
 
-  __device__ __forceinline__ explicit Place(const Params& p) {
+  __device__ __forceinline__ explicit OutputBlock(const Params& p) {
     const int block_rows = (p.q_len + kSide - 1) / kSide, block_columns = (p.kv_len + kSide - 1) / kSide;
     const bool every_row = p.mask.row == 0 && !program::kMaskRows && !kBlockMask;
     const bool every_column = p.mask.column == 0 && !program::kMaskColumns && !kBlockMask;
@@ -60,8 +60,8 @@ __device__ __forceinline__ uint32_t NotZero(uint4 x) {
 }
 
 // Reads 16 columns of row i of the mask, from column j on. Row i and column j are within T and S.
-__device__ __forceinline__ uint4 Bytes(const Params& p, const Place& place, int i, int j) {
-  const uint8_t* const row = p.mask.data + place.batch * p.mask.batch + place.head * p.mask.head + i * p.mask.row;
+__device__ __forceinline__ uint4 Bytes(const Params& p, const OutputBlock& block, int i, int j) {
+  const uint8_t* const row = p.mask.data + block.batch * p.mask.batch + block.head * p.mask.head + i * p.mask.row;
   if (p.mask.column != 0 && j + 16 <= p.kv_len && reinterpret_cast<size_t>(row + j) % 16 == 0) {
     return *reinterpret_cast<const uint4*>(row + j);
   }
@@ -75,18 +75,18 @@ __device__ __forceinline__ uint4 Bytes(const Params& p, const Place& place, int 
 }
 
 // The entries among these 16 that the block mask operand leaves visible.
-__device__ __forceinline__ uint32_t InGivenBlock(const Params& p, const Place& place, int i, int j) {
+__device__ __forceinline__ uint32_t InGivenBlock(const Params& p, const OutputBlock& block, int i, int j) {
   if (!kBlockMask) return 0xFFFF;
-  const int kind = KindOfColumn(KindsOfRow(p, p.given_blocks, place.batch, place.head, i), j);
-  return Block<false>(p.given_blocks, place.batch, kind).Half(i % kQBlock, j % kKVBlock);
+  const int kind = KindOfColumn(KindsOfRow(p, p.given_blocks, block.batch, block.head, i), j);
+  return Block<false>(p.given_blocks, block.batch, kind).Half(i % kQBlock, j % kKVBlock);
 }
 
 // The entries among them that mask_mod leaves visible. Columns beyond S are skipped.
-__device__ __forceinline__ uint32_t InProgram(const Params& p, const Place& place, int i, int j) {
+__device__ __forceinline__ uint32_t InProgram(const Params& p, const OutputBlock& block, int i, int j) {
   if (!kMaskMod) return 0xFFFF;
   uint32_t bits = 0;
   for (int x = 0; x < min(16, p.kv_len - j); ++x) {
-    bits |= (program::MaskMod<true>(Programs(p), PlaceOf(p, place.batch, place.head, i, j + x)) & 1) << x;
+    bits |= (program::MaskMod<true>(Programs(p), EntryOf(p, block.batch, block.head, i, j + x)) & 1) << x;
   }
   return bits;
 }
@@ -127,7 +127,7 @@ struct Lists {
     count = of_rows ? rows : columns, members = of_rows ? columns : rows;
     next_list = of_rows ? columns : 1, next_member = of_rows ? 1 : columns;
     width = kListHeader + members;
-    lists = Made(of_rows ? made.row_lists : made.column_lists) + head * count * width;
+    lists = Mutable(of_rows ? made.row_lists : made.column_lists) + head * count * width;
     counts = p.mask_counts + head * (rows + columns) + (of_rows ? 0 : rows);
   }
 
@@ -161,41 +161,41 @@ extern "C" __global__ void __launch_bounds__(kMaskThreads, kMaskMod ? 1 : 6)
     jax_flash_mask_blocks(const __grid_constant__ KernelParams p) {
   constexpr int kChunks = kSide / 16, kRowsAtOnce = kMaskThreads / kChunks, kSteps = kSide / kRowsAtOnce;
   __shared__ uint32_t words[kSide * kWordsOfRow];
-  const Place place(p);
-  const int chunk = threadIdx.x % kChunks, j = place.columns.first * kSide + 16 * chunk;
+  const OutputBlock block(p);
+  const int chunk = threadIdx.x % kChunks, j = block.columns.first * kSide + 16 * chunk;
   const auto row = [&](int step) { return step * kRowsAtOnce + int(threadIdx.x) / kChunks; };
   const auto there = [&](int step) {
-    return place.rows.first * kSide + row(step) < p.q_len ? FirstBits(p.kv_len - j) & 0xFFFF : 0;
+    return block.rows.first * kSide + row(step) < p.q_len ? FirstBits(p.kv_len - j) & 0xFFFF : 0;
   };
   uint4 bytes[kSteps];  // all loads are in flight before the first use
 #pragma unroll
   for (int s = 0; s < kSteps; ++s)
-    bytes[s] = kMask && there(s) != 0 ? Bytes(p, place, place.rows.first * kSide + row(s), j) : uint4();
+    bytes[s] = kMask && there(s) != 0 ? Bytes(p, block, block.rows.first * kSide + row(s), j) : uint4();
   bool any = false, every = true;
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) {
     uint32_t bits = there(s);
-    const int i = place.rows.first * kSide + row(s);
+    const int i = block.rows.first * kSide + row(s);
     if (kMask && bits != 0) bits &= NotZero(bytes[s]);
-    if (bits != 0) bits &= InGivenBlock(p, place, i, j);
-    if (bits != 0) bits &= InProgram(p, place, i, j);
+    if (bits != 0) bits &= InGivenBlock(p, block, i, j);
+    if (bits != 0) bits &= InProgram(p, block, i, j);
     any |= bits != 0, every &= bits == there(s);
     reinterpret_cast<uint16_t*>(words)[row(s) * kChunks + chunk] = uint16_t(bits);
   }
   any = __syncthreads_or(any), every = __syncthreads_and(every);
-  const int kind = !any ? kEmptyBlock : every ? kFullBlock : place.kind;
+  const int kind = !any ? kEmptyBlock : every ? kFullBlock : block.kind;
   const BlockMask& made = p.block_mask;
-  uint32_t *const by_row = Made(made.element_masks), *const by_key = Made(made.transposed_masks);
+  uint32_t *const by_row = Mutable(made.element_masks), *const by_key = Mutable(made.transposed_masks);
   const int64_t from = int64_t(blockIdx.x) * (kSide * kWordsOfRow);  // the offset in the tables of bits
-  for (int w = threadIdx.x; kind == place.kind && by_row != nullptr && w < kSide * kWordsOfRow; w += kMaskThreads)
+  for (int w = threadIdx.x; kind == block.kind && by_row != nullptr && w < kSide * kWordsOfRow; w += kMaskThreads)
     by_row[from + w] = words[w];
-  if (kind == place.kind && by_key != nullptr) Transpose(words, by_key + from, kSide, kSide);
+  if (kind == block.kind && by_key != nullptr) Transpose(words, by_key + from, kSide, kSide);
   const int columns = (p.kv_len + kSide - 1) / kSide, rows = (p.q_len + kSide - 1) / kSide;
-  const int64_t head = HeadOfBlocks(made, place.batch, place.head);
-  int32_t* const blocks = Made(made.blocks) + head * rows * columns;
-  for (int64_t x = threadIdx.x; x < int64_t(place.rows.count) * place.columns.count; x += kMaskThreads) {
-    const int64_t row = place.rows.first + x / place.columns.count;
-    blocks[row * columns + place.columns.first + x % place.columns.count] = kind;
+  const int64_t head = HeadOfBlocks(made, block.batch, block.head);
+  int32_t* const blocks = Mutable(made.blocks) + head * rows * columns;
+  for (int64_t x = threadIdx.x; x < int64_t(block.rows.count) * block.columns.count; x += kMaskThreads) {
+    const int64_t row = block.rows.first + x / block.columns.count;
+    blocks[row * columns + block.columns.first + x % block.columns.count] = kind;
   }
 }
 
@@ -213,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(kMaskThreads) jax_flash_mask_transp
   constexpr int kRowWords = WordsOfLine(kKVBlock), kColumnWords = WordsOfLine(kQBlock);
   const int64_t number = blockIdx.x;
   Transpose(p.block_mask.element_masks + number * (kQBlock * kRowWords),
-            Made(p.block_mask.transposed_masks) + number * (kKVBlock * kColumnWords), kQBlock, kKVBlock);
+            Mutable(p.block_mask.transposed_masks) + number * (kKVBlock * kColumnWords), kQBlock, kKVBlock);
 }
 
 }  // namespace jax_flash

@@ -24,19 +24,19 @@ struct Side {
 };
 
 // The lowest and the highest id of a block, and the positions of the other side with ids in this range.
-struct Found {
+struct BlockIds {
   int low, high;
   int first, last, count;
 };
 
 // Finds the lowest and the highest id of a block, with one warp. The positions are still empty.
-__device__ __forceinline__ Found NothingYet(const Side& own, int block) {
+__device__ __forceinline__ BlockIds LoadIds(const Side& own, int block) {
   const int i = block * kSegmentBlock + threadIdx.x % 32;
   const int a = own.ids[min(i, own.size - 1)], b = own.ids[min(i + 32, own.size - 1)];
   return {__reduce_min_sync(kAllLanes, min(a, b)), __reduce_max_sync(kAllLanes, max(a, b)), 0x7FFFFFFF, -1, 0};
 }
 
-__device__ __forceinline__ void Find(Found (&found)[kBlocks], const Side& other) {
+__device__ __forceinline__ void Find(BlockIds (&blocks)[kBlocks], const Side& other) {
   int first[kBlocks], last[kBlocks], count[kBlocks];
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) first[b] = 0x7FFFFFFF, last[b] = -1, count[b] = 0;
@@ -52,11 +52,11 @@ __device__ __forceinline__ void Find(Found (&found)[kBlocks], const Side& other)
     }
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      if (high < found[b].low || found[b].high < low) continue;
+      if (high < blocks[b].low || blocks[b].high < low) continue;
 #pragma unroll
       for (int x = 0; x < kIds; ++x) {
         const int at = i + 32 * x;
-        if (at >= other.size || ids[x] < found[b].low || found[b].high < ids[x]) continue;
+        if (at >= other.size || ids[x] < blocks[b].low || blocks[b].high < ids[x]) continue;
         first[b] = min(first[b], at), last[b] = at, ++count[b];
       }
     }
@@ -66,11 +66,11 @@ __device__ __forceinline__ void Find(Found (&found)[kBlocks], const Side& other)
     first[b] = __reduce_min_sync(kAllLanes, first[b]), last[b] = __reduce_max_sync(kAllLanes, last[b]);
     count[b] = __reduce_add_sync(kAllLanes, count[b]);
     if (threadIdx.x % 32 > 0 || count[b] == 0) continue;
-    atomicMin(&found[b].first, first[b]), atomicMax(&found[b].last, last[b]), atomicAdd(&found[b].count, count[b]);
+    atomicMin(&blocks[b].first, first[b]), atomicMax(&blocks[b].last, last[b]), atomicAdd(&blocks[b].count, count[b]);
   }
 }
 
-__device__ __forceinline__ SegmentBounds BoundsOf(const Found& x) {
+__device__ __forceinline__ SegmentBounds BoundsOf(const BlockIds& x) {
   const int end = x.last + 1;
   if (x.count == 0) return {0, 0, 0, 0};
   if (x.low < x.high || x.count < end - x.first) return {x.first, end, 0, 0};
@@ -85,13 +85,13 @@ extern "C" __global__ void __launch_bounds__(kThreads) jax_flash_segments(const 
   const bool queries = cta < q_ctas;
   const Side own(p, batch, queries), other(p, batch, !queries);
   const int first_block = (queries ? cta : cta - q_ctas) * kBlocks;
-  __shared__ Found found[kBlocks];
+  __shared__ BlockIds blocks[kBlocks];
   const int warp = threadIdx.x / 32, i = threadIdx.x;
-  if (warp < kBlocks) found[warp] = NothingYet(own, first_block + warp);
+  if (warp < kBlocks) blocks[warp] = LoadIds(own, first_block + warp);
   __syncthreads();
-  Find(found, other);
+  Find(blocks, other);
   __syncthreads();
-  if (i < kBlocks && first_block + i < SegmentBlocks(own.size)) own.bounds[first_block + i] = BoundsOf(found[i]);
+  if (i < kBlocks && first_block + i < SegmentBlocks(own.size)) own.bounds[first_block + i] = BoundsOf(blocks[i]);
 }
 
 }  // namespace jax_flash

@@ -46,18 +46,18 @@ __device__ __forceinline__ bool QueriesWithinKeys(const Params& p, int batch, in
 }
 
 // The position of entry (i, j), as programs receive it.
-__device__ __forceinline__ program::Place PlaceOf(const Params& p, int batch, int head, int i, int j) {
+__device__ __forceinline__ program::Entry EntryOf(const Params& p, int batch, int head, int i, int j) {
   const int first_key = kProblem.origin ? __ldg(p.origin + 1) : 0;
   return {batch, __ldg(Programs(p).program_batch + batch), __ldg(Programs(p).program_head + head),
           first_key + i + OffsetOf(p, batch), first_key + j};
 }
 template <bool kTransposed>
-__device__ __forceinline__ program::Place PlaceOf(const Params& p, int batch, int head, const View<kTransposed>& view,
+__device__ __forceinline__ program::Entry EntryOf(const Params& p, int batch, int head, const View<kTransposed>& view,
                                                   int h, int x) {
-  program::Place place = PlaceOf(p, batch, head, view.Row(h, x), view.Key(h, x));
-  place.rows = view.Row(h, x) - view.row;
-  place.keys = view.Key(h, x) - view.key;
-  return place;
+  program::Entry entry = EntryOf(p, batch, head, view.Row(h, x), view.Key(h, x));
+  entry.rows = view.Row(h, x) - view.row;
+  entry.keys = view.Key(h, x) - view.key;
+  return entry;
 }
 
 __device__ __forceinline__ Positions PositionsOf(const Params& p, int batch) {
@@ -112,7 +112,7 @@ struct Entries {
     const int i = RowOf(row), next = row % kPacked;
     j = KeyOf(j);
     return (kMask && mask[next * p.mask.head + Offset(p.mask, i, j)] == 0) ||
-           (kMaskMod && !program::MaskMod<true>(Programs(p), PlaceOf(p, batch, head + next, i, j)));
+           (kMaskMod && !program::MaskMod<true>(Programs(p), EntryOf(p, batch, head + next, i, j)));
   }
 };
 

@@ -24,7 +24,7 @@ constexpr bool kIs<T, T> = true;
 
 // The position of an entry: its row in this call's arrays, and the indices that programs receive. `rows` and `keys` are
 // the distances from the lane's first entry, which are compile-time constants.
-struct Place {
+struct Entry {
   int row, batch, head, query, key;
   int rows = 0, keys = 0;
 };
@@ -42,7 +42,7 @@ struct Ramp {
 };
 
 // The ramp of an int that floats represent exactly, with these steps between rows and between keys.
-__device__ __forceinline__ Ramp RampOf(int x, int row_step, int key_step, const Place& at) {
+__device__ __forceinline__ Ramp RampOf(int x, int row_step, int key_step, const Entry& at) {
   const int steps = row_step * at.rows + key_step * at.keys;
   return {float(x - steps), 1.0f, steps};
 }

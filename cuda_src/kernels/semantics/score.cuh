@@ -109,25 +109,25 @@ struct Score {
   // of the result.
   __device__ __forceinline__ float Mod(float s, int i, int j, int next = 0) const {
     if constexpr (!kScoreMod) return s;
-    return Masked(s, program::ScoreMod<false>(Programs(p), PlaceOf(p, batch, head + next, i, j), s));
+    return Masked(s, program::ScoreMod<false>(Programs(p), EntryOf(p, batch, head + next, i, j), s));
   }
   // kAccumulates: also adds to the gradients of captured arrays.
   template <bool kAccumulates>
   __device__ __forceinline__ float ModCotangent(float s, float ds, int i, int j) const {
     if (!kScoreGrad) return ds;
-    return ModCotangentAt<kAccumulates>(s, ds, PlaceOf(p, batch, head, i, j));
+    return ModCotangentAt<kAccumulates>(s, ds, EntryOf(p, batch, head, i, j));
   }
 
   // The same for entry x of line h. kWithin: the entry is known to be within T and S.
   template <bool kWithin, bool kTransposed>
   __device__ __forceinline__ float Mod(float s, const View<kTransposed>& view, int h, int x) const {
     if constexpr (!kScoreMod) return s;
-    return Masked(s, program::ScoreMod<kWithin>(Programs(p), PlaceOf(p, batch, head, view, h, x), s));
+    return Masked(s, program::ScoreMod<kWithin>(Programs(p), EntryOf(p, batch, head, view, h, x), s));
   }
   template <bool kTransposed>
   __device__ __forceinline__ float ModCotangent(float s, float ds, const View<kTransposed>& view, int h, int x) const {
     if (!kScoreGrad) return ds;
-    return ModCotangentAt<false>(s, ds, PlaceOf(p, batch, head, view, h, x));
+    return ModCotangentAt<false>(s, ds, EntryOf(p, batch, head, view, h, x));
   }
   // The derivative of score_mod's result with respect to s.
   template <bool kTransposed>
@@ -142,7 +142,7 @@ struct Score {
   }
 
   template <bool kAccumulates>
-  __device__ __forceinline__ float ModCotangentAt(float s, float ds, const program::Place& at) const {
+  __device__ __forceinline__ float ModCotangentAt(float s, float ds, const program::Entry& at) const {
     const float before = program::ScoreGrad<false>(Programs(p), at, s, ds, program::AddEach<kAccumulates>());
     return ds == 0.0f ? ds : before;
   }

@@ -51,17 +51,17 @@ void FindRamp(const Instruction& x, const Facts& a, const Facts& b, bool a_unifo
 }
 
 // What an int with these steps differs with.
-Along AlongOf(const Steps& steps) {
-  if (steps == Steps()) return Along::kNothing;
-  if (steps.key == 0) return Along::kRows;
-  if (steps.row == 0) return Along::kKeys;
-  return steps.row + steps.key == 0 ? Along::kDiagonals : Along::kEntries;
+SumKind SumKindOf(const Steps& steps) {
+  if (steps == Steps()) return SumKind::kNothing;
+  if (steps.key == 0) return SumKind::kRows;
+  if (steps.row == 0) return SumKind::kKeys;
+  return steps.row + steps.key == 0 ? SumKind::kDiagonals : SumKind::kEntries;
 }
 
 // What a function of two values differs with, which differ with `a` and with `b`.
-Along Join(Along a, Along b) {
-  if (a == Along::kNothing || a == b) return b;
-  return b == Along::kNothing ? a : Along::kEntries;
+SumKind Join(SumKind a, SumKind b) {
+  if (a == SumKind::kNothing || a == b) return b;
+  return b == SumKind::kNothing ? a : SumKind::kEntries;
 }
 
 }  // namespace
@@ -92,9 +92,10 @@ std::vector<Facts> FactsOf(const Problem& p, const Program& program) {
     facts.anywhere = KnownRange(x, query_anywhere, key_anywhere, anywhere);
     if (x.type == Type::i) FindSteps(x, a, b, &facts);
     if (x.type == Type::f) FindRamp(x, a, b, is_uniform(0), is_uniform(1), &facts);
-    if (x.op == Op::score || x.op == Op::cotangent || x.op == Op::tangent) facts.along = Along::kEntries;
-    for (int i = 0; i < x.count - (x.op == Op::accumulate); ++i) facts.along = Join(facts.along, facts_of(i).along);
-    if (facts.linear) facts.along = AlongOf(facts.steps);
+    if (x.op == Op::score || x.op == Op::cotangent || x.op == Op::tangent) facts.sum_kind = SumKind::kEntries;
+    for (int i = 0; i < x.count - (x.op == Op::accumulate); ++i)
+      facts.sum_kind = Join(facts.sum_kind, facts_of(i).sum_kind);
+    if (facts.linear) facts.sum_kind = SumKindOf(facts.steps);
     all.push_back(facts);
   }
   return all;

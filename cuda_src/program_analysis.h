@@ -18,7 +18,7 @@ struct Steps {
 
 // What a value differs with: nothing, the query, the key, the difference of both; or in no simpler way than from entry
 // to entry.
-enum class Along { kNothing, kRows, kKeys, kDiagonals, kEntries };
+enum class SumKind { kNothing, kRows, kKeys, kDiagonals, kEntries };
 
 struct Facts {
   // The range of an int, an unsigned int or a truth value at entries within T and S, and at every entry of a tile. With
@@ -37,7 +37,7 @@ struct Facts {
   bool ramp = false;
 
   // Of a value, and of the place that an accumulation adds to: what it differs with at most.
-  Along along = Along::kNothing;
+  SumKind sum_kind = SumKind::kNothing;
 };
 
 // Of every value of a program.

@@ -17,7 +17,7 @@ constexpr const char* kElements[] = {
 #undef ENTRY
 };
 
-constexpr const char* kAlongs[] = {"kNothing", "kRows", "kKeys", "kDiagonals"};
+constexpr const char* kSumNames[] = {"kNothing", "kRows", "kKeys", "kDiagonals"};
 
 // What the functions are called, of Op::const_f, ...: those of arithmetic as in common/ops.h.
 constexpr const char* kNames[] = {
@@ -69,12 +69,12 @@ struct Source {
   std::string Index(int value, int64_t size) const {
     const Range inside = {0, double(size - 1)};
     if (facts[value].anywhere.IsWithin(inside)) return Value(value);
-    return std::string("Inside<") + (facts[value].within.IsWithin(inside) ? "kWithin" : "false") + ">(" + Value(value) +
-           ", " + std::to_string(size - 1) + ")";
+    return std::string("ClampIndex<") + (facts[value].within.IsWithin(inside) ? "kInBounds" : "false") + ">(" +
+           Value(value) + ", " + std::to_string(size - 1) + ")";
   }
 
   // An entry's array, of its batch entry, and its place in that.
-  std::string Place(const std::string& array, const Instruction& x) const {
+  std::string Element(const std::string& array, const Instruction& x) const {
     const Captured& captured = p.captured[x.array];
     const bool fits = captured.size() <= INT32_MAX;
     std::string text = array + "[" + std::to_string(x.array) + "], ";
@@ -113,8 +113,8 @@ std::string Source::Expression(int number) const {
     case Op::load_i:
     case Op::load_u:
     case Op::load_b: {
-      const std::string element =
-          std::string("Look<") + kElements[int(p.captured[x.array].dtype)] + ">(" + Place("p.captured", x) + ")";
+      const std::string element = std::string("LoadCaptured<") + kElements[int(p.captured[x.array].dtype)] + ">(" +
+                                  Element("p.captured", x) + ")";
       return x.op == Op::load_b ? "Truth(" + element + " != 0)" : element;
     }
     default: {
@@ -132,9 +132,9 @@ std::string Source::Expression(int number) const {
       for (int i = 0; i < x.count; ++i)
         call += (i ? ", " : "") + (IsRamp(number) ? Value(x.operands[i]) : ValueHere(x.operands[i]));
       call += ")";
-      if (sign != nullptr && !MayWrap(facts[number].within)) return "kWithin ? " + sum + " : " + call;
+      if (sign != nullptr && !MayWrap(facts[number].within)) return "kInBounds ? " + sum + " : " + call;
       if (facts[number].same < 0) return call;
-      return "Known<kWithin>(" + Value(x.operands[facts[number].same]) + ", " + call + ")";
+      return "Known<kInBounds>(" + Value(x.operands[facts[number].same]) + ", " + call + ")";
     }
   }
 }
@@ -150,13 +150,14 @@ std::string Source::Function(const std::string& parameters, const std::string& h
     if (x.op == Op::result) {
       text += "  return " + ValueHere(x.operands[0]) + ";\n";
     } else if (x.op == Op::accumulate) {
-      std::string which = "Each";
-      if (facts[i].along != Along::kEntries) {
+      std::string which = "Unsummed";
+      if (facts[i].sum_kind != SumKind::kEntries) {
         const std::string number = "<" + std::to_string(sums++) + ">";
-        before += "template <>\nconstexpr Along kAlong" + number + " = Along::" + kAlongs[int(facts[i].along)] + ";\n";
+        before += "template <>\nconstexpr SumKind kSumOver" + number +
+                  " = SumKind::" + kSumNames[int(facts[i].sum_kind)] + ";\n";
         which = "Sum" + number;
       }
-      text += "  add(" + which + "(), cotangent, " + Place("p.dcaptured", x) + ", " +
+      text += "  add(" + which + "(), cotangent, " + Element("p.dcaptured", x) + ", " +
               ValueHere(x.operands[x.count - 1]) + ");\n";
     } else {
       text += std::string("  const ") + (IsRamp(i) ? "Ramp" : kTypes[int(x.type)]) + " " + Value(i) + " = " +
@@ -179,14 +180,14 @@ std::string ProgramSource(const Problem& p) {
   const Extent mask = p.mask_mod_extent();
   text += Flag("kMaskRows", mask.rows) + Flag("kMaskColumns", mask.columns);
   text += Flag("kSlopes", p.score.score_grad.ResultOfScore());
-  text += Source{p, p.score.score_mod}.Function("bool kWithin", "float ScoreMod" + given + ", float score)", "score");
-  const bool known = text.find("<kWithin>") != std::string::npos;
-  text += Flag("kLessWithin", known);
-  text += Source{p, p.score.score_grad}.Function("bool kWithin, typename Add",
+  text += Source{p, p.score.score_mod}.Function("bool kInBounds", "float ScoreMod" + given + ", float score)", "score");
+  const bool known = text.find("<kInBounds>") != std::string::npos;
+  text += Flag("kInBoundsHelps", known);
+  text += Source{p, p.score.score_grad}.Function("bool kInBounds, typename Add",
                                                  "float ScoreGrad" + given + ", float score, float cotangent, Add add)",
                                                  "cotangent");
   const bool is_long = p.mask.mask_mod.size() > kInlined;
-  text += Source{p, p.mask.mask_mod}.Function("bool kWithin", "int MaskMod" + given + ")", "-1");
+  text += Source{p, p.mask.mask_mod}.Function("bool kInBounds", "int MaskMod" + given + ")", "-1");
   text += Flag("kLongMask", is_long);
   return text + "}  // namespace jax_flash::program\n";
 }

@@ -12,9 +12,9 @@ namespace jax_flash {
 constexpr int kInlined = 32;
 
 // The functions ScoreMod, MaskMod and ScoreGrad of cuda_src/kernels/semantics/program.cuh, of a problem's programs;
-// what it does not have changes nothing. kWithin: they are asked of an entry within T and S (Facts::within), so that
+// what it does not have changes nothing. kInBounds: they are asked of an entry within T and S (Facts::within), so that
 // indices which are made of its place need not be clamped or counted from the end (a MaskMod always is, ScoreGrad
-// never, which has no time for two forms); kLessWithin: does ScoreMod have such indices? kAlong, of each sum that
+// never, which has no time for two forms); kInBoundsHelps: does ScoreMod have such indices? kSumOver, of each sum that
 // ScoreGrad adds to. kSlopes: does the result of ScoreGrad depend on the score? kMaskRows, kMaskColumns: does MaskMod
 // depend on the query, or on the key?
 std::string ProgramSource(const Problem& problem);

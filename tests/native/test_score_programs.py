@@ -241,9 +241,9 @@ def test_sums(text, along):
     for query_offset in (False, True):
         source = _native.cuda_programs(changed(problem(GRAD, text), query_offset=query_offset).encode())
         for i, axis in enumerate(along):
-            assert f"kAlong<{i}> = Along::k{axis};" in source and f"add(Sum<{i}>(), cotangent, " in source
-        assert source.count("kAlong") == len(along)
-        assert source.count("add(Each(), cotangent, ") == text.count("accumulate") - len(along)
+            assert f"kSumOver<{i}> = SumKind::k{axis};" in source and f"add(Sum<{i}>(), cotangent, " in source
+        assert source.count("kSumOver") == len(along)
+        assert source.count("add(Unsummed(), cotangent, ") == text.count("accumulate") - len(along)
 
 
 def test_corrupted_programs():

@@ -66,18 +66,18 @@ __device__ __forceinline__ BlockSum SumOfDiagonal(const float (&x)[kEntriesOfBlo
   return {sum, max(diagonal, 0), max(-diagonal, 0)};
 }
 
-template <program::Along kAlong>
-__device__ __forceinline__ BlockSum SumAlong(const float (&x)[kEntriesOfBlock], int lane) {
-  if constexpr (kAlong == program::Along::kRows) return SumOfRow(x, lane);
-  if constexpr (kAlong == program::Along::kKeys) return SumOfKey(x, lane);
-  if constexpr (kAlong == program::Along::kDiagonals) return SumOfDiagonal(x, lane);
+template <program::SumKind kSumOver>
+__device__ __forceinline__ BlockSum SumOver(const float (&x)[kEntriesOfBlock], int lane) {
+  if constexpr (kSumOver == program::SumKind::kRows) return SumOfRow(x, lane);
+  if constexpr (kSumOver == program::SumKind::kKeys) return SumOfKey(x, lane);
+  if constexpr (kSumOver == program::SumKind::kDiagonals) return SumOfDiagonal(x, lane);
   const float own = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7])), sum = LaneSum<32>(own);
   return {lane == 0 ? sum : 0.0f, 0, 0};
 }
 
 // Stores an entry's contribution to the sum of this number.
 template <int kNumber>
-struct TakeTerm {
+struct StoreTerm {
   float& term;
 
   template <typename Which, typename Index>
@@ -104,8 +104,8 @@ struct AddSum {
 };
 
 // Adds contributions that are not numbered sums to HBM, entry by entry.
-struct AddOthers : program::AddEach<true> {
-  using program::AddEach<true>::operator();
+struct AddOthers : program::AddSeparately<true> {
+  using program::AddSeparately<true>::operator();
   template <int kNumber, typename Index>
   __device__ __forceinline__ void operator()(program::Sum<kNumber>, float, float*, int64_t, Index, float) const {}
 };
@@ -119,29 +119,29 @@ struct CapturedGradients {
 
   __device__ __forceinline__ void Add(const float (&ds)[kEntriesOfBlock]) const {
 #pragma unroll
-    for (int i = 0; i < kEntriesOfBlock; ++i) Ask(i, ds[i], AddOthers());
+    for (int i = 0; i < kEntriesOfBlock; ++i) Evaluate(i, ds[i], AddOthers());
     AddSums<0>(ds);
   }
 
   template <int kNumber>
   __device__ __forceinline__ void AddSums(const float (&ds)[kEntriesOfBlock]) const {
-    if constexpr (program::kAlong<kNumber> != program::Along::kEntries) {
+    if constexpr (program::kSumOver<kNumber> != program::SumKind::kEntries) {
       float terms[kEntriesOfBlock];
 #pragma unroll
-      for (int i = 0; i < kEntriesOfBlock; ++i) Ask(i, ds[i], TakeTerm<kNumber>{terms[i]});
-      const BlockSum sum = SumAlong<program::kAlong<kNumber>>(terms, lane);
+      for (int i = 0; i < kEntriesOfBlock; ++i) Evaluate(i, ds[i], StoreTerm<kNumber>{terms[i]});
+      const BlockSum sum = SumOver<program::kSumOver<kNumber>>(terms, lane);
       const int row = view.Row(0, x) - lane % 4 * 2, key = view.key - lane / 4;
-      Ask(EntryOf(score.p, score.batch, score.head, row + sum.row, key + sum.key), 0.0f, AddSum<kNumber>{sum.x});
+      Evaluate(EntryOf(score.p, score.batch, score.head, row + sum.row, key + sum.key), 0.0f, AddSum<kNumber>{sum.x});
       AddSums<kNumber + 1>(ds);
     }
   }
 
   template <typename Adds>
-  __device__ __forceinline__ void Ask(int i, float ds, Adds add) const {
-    Ask(EntryOf(score.p, score.batch, score.head, view, i / 2 % 2, x + i / 4 * 2 + i % 2), ds, add);
+  __device__ __forceinline__ void Evaluate(int i, float ds, Adds add) const {
+    Evaluate(EntryOf(score.p, score.batch, score.head, view, i / 2 % 2, x + i / 4 * 2 + i % 2), ds, add);
   }
   template <typename Adds>
-  __device__ __forceinline__ void Ask(const program::Entry& at, float ds, Adds add) const {
+  __device__ __forceinline__ void Evaluate(const program::Entry& at, float ds, Adds add) const {
     program::ScoreGrad<false>(Programs(score.p), at, 0.0f, ds, add);
   }
 };

@@ -64,7 +64,7 @@ struct Probabilities : Products {
     const Score score(p, tile.batch, tile.head);
     const View<false> view = ViewOf(tile, j);
     if (!kBiasTiles) Cap(p, S);
-    if (program::kLessWithin && tile.row + kRows <= p.q_len && Column(j) + kWarpgroupKeys <= p.kv_len &&
+    if (program::kInBoundsHelps && tile.row + kRows <= p.q_len && Column(j) + kWarpgroupKeys <= p.kv_len &&
         (!kProblem.query_offset || QueriesWithinKeys(p, tile.batch, tile.row, kRows))) {
       FormScores<true>(score, view);
     } else {
@@ -78,16 +78,16 @@ struct Probabilities : Products {
     }
   }
 
-  // kWithin: all entries are known to be within T and S, and the queries' positions within the keys.
-  template <bool kWithin>
+  // kInBounds: all entries are known to be within T and S, and the queries' positions within the keys.
+  template <bool kInBounds>
   __device__ __forceinline__ void FormScores(const Score& score, const View<false>& view) {
 #pragma unroll
     for (int i = 0; kWholeScores && (!kBiasTiles || kScoreMod) && i < kWarpgroupKeys / 2; ++i) {
       const int h = i / 2 % 2, x = i / 4 * 2 + i % 2;
       if (!kBiasTiles) S[i] = score.BeforeMod(S[i], view.Row(h, x), view.Key(h, x));
-      S[i] = score.Mod<kWithin>(S[i], view, h, x);
+      S[i] = score.Mod<kInBounds>(S[i], view, h, x);
     }
-    if (program::kLessWithin) PinDistinct<kWithin>(S);
+    if (program::kInBoundsHelps) PinDistinct<kInBounds>(S);
   }
 
   // Updates the row maxima m. O must be multiplied by alpha. Exponents subtract `shift`.

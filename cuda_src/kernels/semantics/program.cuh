@@ -18,9 +18,9 @@ constexpr bool kCapturedGradients = kProblem.captured_gradients;
 namespace program {
 
 template <typename T, typename Other>
-constexpr bool kIs = false;
+constexpr bool kSameType = false;
 template <typename T>
-constexpr bool kIs<T, T> = true;
+constexpr bool kSameType<T, T> = true;
 
 // The position of an entry: its row in this call's arrays, and the indices that programs receive. `rows` and `keys` are
 // the distances from the lane's first entry, which are compile-time constants.
@@ -61,9 +61,9 @@ __device__ __forceinline__ Ramp mul_f(float x, Ramp y) { return mul_f(y, x); }
 // --- Captured arrays ---
 
 // An index into a dimension; its last index is `last`. It is clamped, unless it is known to be in range.
-template <bool kIsInside>
-__device__ __forceinline__ int Inside(int index, int last) {
-  return kIsInside ? index : min(max(index, 0), last);
+template <bool kInRange>
+__device__ __forceinline__ int ClampIndex(int index, int last) {
+  return kInRange ? index : min(max(index, 0), last);
 }
 
 // A value that the host derived (`known`), or else the computed value.
@@ -77,10 +77,10 @@ struct BF16 {};
 
 // Element `at` of a batch entry's part of an array. `at` is an int if the array is small enough.
 template <typename T, typename Index>
-__device__ __forceinline__ auto Look(const void* array, int64_t batch, Index at) {
-  if constexpr (kIs<T, F16>) {
+__device__ __forceinline__ auto LoadCaptured(const void* array, int64_t batch, Index at) {
+  if constexpr (kSameType<T, F16>) {
     return Load<DType::kF16>(static_cast<const uint16_t*>(array) + batch, at);
-  } else if constexpr (kIs<T, BF16>) {
+  } else if constexpr (kSameType<T, BF16>) {
     return Load<DType::kBF16>(static_cast<const uint16_t*>(array) + batch, at);
   } else {
     return __ldg(static_cast<const T*>(array) + batch + at);
@@ -92,18 +92,18 @@ __device__ __forceinline__ auto Look(const void* array, int64_t batch, Index at)
 // The indices that determine the address that a program adds to: none, the query, the key, query - key, or both in
 // another way (kEntries). All but kEntries are numbered sums: additions to the same address can be summed in registers
 // first.
-enum class Along { kNothing, kRows, kKeys, kDiagonals, kEntries };
-struct Each {};
+enum class SumKind { kNothing, kRows, kKeys, kDiagonals, kEntries };
+struct Unsummed {};
 template <int kNumber>
 struct Sum {};
 template <int kNumber>
-constexpr Along kAlong = Along::kEntries;  // unless this_program.h specialises it
+constexpr SumKind kSumOver = SumKind::kEntries;  // unless this_program.h specialises it
 
-// ScoreGrad calls a functor for each addition of x to an address, with Each{}, or with the Sum of that address. This
-// functor adds each entry separately, or does nothing. An entry with a cotangent of 0 adds nothing. So a NaN derivative
-// of a masked entry cannot spread.
+// ScoreGrad calls a functor for each addition of x to an address, with Unsummed{}, or with the Sum of that address.
+// This functor adds each entry separately, or does nothing. An entry with a cotangent of 0 adds nothing. So a NaN
+// derivative of a masked entry cannot spread.
 template <bool kAdds>
-struct AddEach {
+struct AddSeparately {
   template <typename Which, typename Index>
   __device__ __forceinline__ void operator()(Which, float cotangent, float* array, int64_t batch, Index at,
                                              float x) const {
@@ -147,10 +147,10 @@ __device__ __forceinline__ float RoundHalfEven(float x) { return rintf(x); }
 
 template <typename T>
 __device__ __forceinline__ float RoundTo(float x) {
-  if constexpr (kIs<T, BF16>) {
+  if constexpr (kSameType<T, BF16>) {
     const uint32_t bits = __float_as_uint(x);
     return x == x ? __uint_as_float((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000) : x;
-  } else if constexpr (kIs<T, F16>) {
+  } else if constexpr (kSameType<T, F16>) {
     const uint32_t bits = __float_as_uint(fabsf(x));
     const float normal = __uint_as_float((bits + 0xFFF + (bits >> 13 & 1)) & 0xFFFFE000);
     const float rounded = fabsf(x) < 0x1p-14f ? (fabsf(x) + 0.5f) - 0.5f : normal > 65504.0f ? Infinity() : normal;

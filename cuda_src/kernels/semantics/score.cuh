@@ -118,11 +118,11 @@ struct Score {
     return ModCotangentAt<kAccumulates>(s, ds, EntryOf(p, batch, head, i, j));
   }
 
-  // The same for entry x of line h. kWithin: the entry is known to be within T and S.
-  template <bool kWithin, bool kTransposed>
+  // The same for entry x of line h. kInBounds: the entry is known to be within T and S.
+  template <bool kInBounds, bool kTransposed>
   __device__ __forceinline__ float Mod(float s, const View<kTransposed>& view, int h, int x) const {
     if constexpr (!kScoreMod) return s;
-    return Masked(s, program::ScoreMod<kWithin>(Programs(p), EntryOf(p, batch, head, view, h, x), s));
+    return Masked(s, program::ScoreMod<kInBounds>(Programs(p), EntryOf(p, batch, head, view, h, x), s));
   }
   template <bool kTransposed>
   __device__ __forceinline__ float ModCotangent(float s, float ds, const View<kTransposed>& view, int h, int x) const {
@@ -143,7 +143,7 @@ struct Score {
 
   template <bool kAccumulates>
   __device__ __forceinline__ float ModCotangentAt(float s, float ds, const program::Entry& at) const {
-    const float before = program::ScoreGrad<false>(Programs(p), at, s, ds, program::AddEach<kAccumulates>());
+    const float before = program::ScoreGrad<false>(Programs(p), at, s, ds, program::AddSeparately<kAccumulates>());
     return ds == 0.0f ? ds : before;
   }
 };

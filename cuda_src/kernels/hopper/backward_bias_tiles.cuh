@@ -22,9 +22,9 @@ static_assert(kRows == 64 * kConsumers && kKeys % 32 == 0 && kKeys <= 128);
 constexpr int kThreads = kWarpgroup * (kConsumers + 1);
 
 constexpr int kQKBoxes = Boxes(kQKDim), kVBoxes = Boxes(kVDim);
-constexpr int kMostBoxes = kQKBoxes > kVBoxes ? kQKBoxes : kVBoxes;
-using SharedRows = SharedTile<kRows, kMostBoxes>;  // of Q or dO
-using SharedKeys = SharedTile<kKeys, kMostBoxes>;  // of K or V
+constexpr int kMaxBoxes = kQKBoxes > kVBoxes ? kQKBoxes : kVBoxes;
+using SharedRows = SharedTile<kRows, kMaxBoxes>;  // of Q or dO
+using SharedKeys = SharedTile<kKeys, kMaxBoxes>;  // of K or V
 
 // A tile of dbias, or one part of its sums.
 struct DBiasTile {
@@ -63,9 +63,9 @@ struct Step {
 };
 
 // The number of tiles of the bias in shared memory. dbias occupies one until TMA has stored it.
-constexpr int kMostShared = 227 * 1024;
+constexpr int kMaxShared = 227 * 1024;
 constexpr int kTileBytes = kStages * (SharedRows::kBytes + SharedKeys::kBytes);
-constexpr int kBiasStages = kTileBytes + 2 * kBiasTile <= kMostShared - 1024 ? 2 : 1;
+constexpr int kBiasStages = kTileBytes + 2 * kBiasTile <= kMaxShared - 1024 ? 2 : 1;
 
 struct Shared {
   // Q and K (for S) alternate with dO and V (for dP).
@@ -79,6 +79,6 @@ struct Shared {
   uint64_t bias_full[kBiasStages], bias_empty[kBiasStages];
   LandingBarrier uncleared;  // counts loads of V that the producer clears
 };
-static_assert(sizeof(Shared) <= kMostShared);
+static_assert(sizeof(Shared) <= kMaxShared);
 
 }  // namespace jax_flash::hopper::dbias

@@ -12,9 +12,9 @@
 
 namespace jax_flash::hopper {
 
-constexpr int kMostCleared = 256;  // rows of a box
+constexpr int kMaxCleared = 256;  // rows of a box
 
-__device__ uint4 zero_rows[kMostCleared * kBoxBytes / sizeof(uint4)];
+__device__ uint4 zero_rows[kMaxCleared * kBoxBytes / sizeof(uint4)];
 
 // Clears rows [first, first + count) of a tile. `barrier` counts the bytes.
 template <int kRows, int kBoxes>

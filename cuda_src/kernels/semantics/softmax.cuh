@@ -86,8 +86,8 @@ struct RowGradients {
       dsink = -sink.p * product;
       // The logsumexp excludes the sink, so its derivative is P times the ratio of the denominators with and without
       // the sink. If that ratio overflows, all P are 0.
-      constexpr float kLeast = 0x1p-115f;
-      if (without != 0.0f) growth = l / (without * fmaxf(sink.alpha, kLeast));
+      constexpr float kMinAlpha = 0x1p-115f;
+      if (without != 0.0f) growth = l / (without * fmaxf(sink.alpha, kMinAlpha));
     }
     d = kDLogsumexp && !empty ? product - p.dlogsumexp[at] * growth : product;
   }

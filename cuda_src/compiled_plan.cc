@@ -8,7 +8,7 @@
 namespace jax_flash {
 namespace {
 
-// The candidates of a part that have been compiled.
+// The state of a part's candidates so far.
 struct Tried {
   int best = 0;
   Faults least;

@@ -1,4 +1,4 @@
-// The plan of a pass with the tiles that the compiler has enough registers for.
+// The plan of a pass whose kernels do not spill registers.
 #pragma once
 
 #include <string>
@@ -7,9 +7,9 @@
 
 namespace jax_flash {
 
-// Compiles the plan's first candidates, and takes the next candidate of a part whose registers spill or whose wgmmas
-// wait for each other. If all candidates of a part do, it takes the one that spills least: it computes the same, only
-// slower. The caches of kernels keep what ptxas found, so no later call or process compiles a refused candidate again.
+// Compiles the plan's first candidates. If registers of a part spill or its wgmmas are serialized, it tries the part's
+// next candidate. If all candidates have such faults, it takes the one with the fewest; it is correct, only slower. The
+// kernel caches store ptxas' report, so no later call or process compiles a refused candidate again.
 Plan CompiledPlan(const Problem& problem, Pass pass, const Target& target, const std::string& arch);
 
 }  // namespace jax_flash

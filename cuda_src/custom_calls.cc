@@ -1,8 +1,9 @@
 // The two custom calls for platform CUDA. XLA calls a handler for each stage of a program's life:
 //   instantiate   when the program is compiled or loaded: compile the kernels for the GPUs of this process
-//   initialize    before it runs on a device: load them there
-//   execute       check the buffers, encode tensor maps, launch on XLA's stream. It may be captured into a CUDA graph:
-//                 nothing here waits, allocates device memory or depends on what is in the buffers
+//   initialize    before it runs on a device: load the kernels there
+//   execute       check the buffers, encode tensor maps, launch on XLA's stream. It may be captured into a CUDA graph,
+//   so
+//                 it does not wait, allocate device memory or depend on the contents of buffers
 #include "cuda_src/custom_calls.h"
 
 #include <algorithm>
@@ -39,7 +40,7 @@ constexpr int kMaxDynamicShared = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SI
 
 const char* NameOf(Pass pass) { return pass == Pass::kForward ? "jax_flash_forward" : "jax_flash_backward"; }
 
-// --- What is known before there are buffers ---
+// --- Before there are buffers ---
 
 struct LoadedLaunch {
   void* function;
@@ -55,13 +56,13 @@ struct Loaded {
   std::vector<LoadedLaunch> launches;
 };
 
-// A problem and, device by device, its kernels.
+// A problem, and its kernels on each device.
 class Call {
  public:
   Call(Pass pass, const Problem& problem) : pass(pass), p(problem) {}
 
-  // Compiles for the GPUs of this process. One that cannot do it is an error when the program is loaded there, or now
-  // if it is the same with all.
+  // Compiles for the GPUs of this process. If only some GPUs are unsupported, the error comes when the program is
+  // loaded there. If all are, it comes now.
   void Compile() const {
     bool compiled = false;
     std::exception_ptr refusal;
@@ -112,7 +113,7 @@ class Call {
   const Problem p;
 
  private:
-  // The context that XLA works in, as the current one of this thread.
+  // Makes XLA's context current in this thread.
   struct PrimaryContext {
     explicit PrimaryContext(int device) {
       void* context = nullptr;
@@ -126,10 +127,10 @@ class Call {
   };
 
   std::mutex loading_;
-  std::array<std::atomic<const Loaded*>, 64> loaded_ = {};  // by device; kept as long as the process lives
+  std::array<std::atomic<const Loaded*>, 64> loaded_ = {};  // by device; never freed
 };
 
-// Every stage finds its call by the text of its problem, so that XLA need not keep anything for us.
+// Every stage finds its call by the text of its problem, so XLA stores no state for us.
 Call& CallOf(Pass pass, std::string_view text) {
   static std::shared_mutex mutex;
   static auto& calls = *new std::array<std::map<std::string, std::unique_ptr<Call>, std::less<>>, 2>();
@@ -149,7 +150,7 @@ Call& CallOf(Pass pass, std::string_view text) {
 
 // --- Buffers -> Params ---
 
-// Strides in elements of a bias or mask, 0 where it is broadcast.
+// The strides in elements of a bias or mask, with 0 for broadcast dimensions.
 template <typename T>
 Broadcast<T> BroadcastOf(T* data, const Extent& extent, const Problem& p) {
   Broadcast<T> x = {data, 0, 0, 0, 0};
@@ -180,7 +181,7 @@ struct Address {
 SinkParams ParamsOf(const Problem& p, const Operands& in, const ForwardResults& forward, const Cotangents& cotangents,
                     const BackwardResults& gradients, const Scratch& layout, void* scratch) {
   const auto at = [&](int64_t offset) { return Address{offset < 0 ? nullptr : static_cast<char*>(scratch) + offset}; };
-  const bool made = layout.blocks >= 0;  // is the block mask made of a mask operand?
+  const bool made = layout.blocks >= 0;  // is the block mask computed from a mask operand?
   const Problem blocks_p = made ? WithMaskInBlocks(p) : p;
   const Operands blocks_in = made ? WithMaskInBlocks(in, layout, static_cast<char*>(scratch)) : in;
 #define VALUE(type, name, ...) __VA_ARGS__,
@@ -235,7 +236,7 @@ void Run(const Problem& p, const Loaded& loaded, void* stream, SinkParams& param
   }
 }
 
-// Kernels read and write 16 bytes at a time, as XLA's own buffers allow.
+// Kernels access 16 bytes at a time. XLA's own buffers are aligned to that.
 void CheckAligned(std::initializer_list<const void*> arrays) {
   for (const void* array : arrays) {
     if (reinterpret_cast<uintptr_t>(array) % 16 != 0) {
@@ -296,7 +297,7 @@ void ExecuteBackward(const Problem& p, const Loaded& loaded, void* stream, Buffe
 
 // --- Handlers ---
 
-// Calls the function, and turns all that can go wrong in it into an error.
+// Calls the function, and converts exceptions into errors.
 template <typename Function>
 ffi::Error Guarded(Pass pass, Function function) try {
   function();

@@ -1,4 +1,4 @@
-// What `bindings.cc` hands to Python: the handlers of the custom calls for platform CUDA, one for each stage.
+// Handlers of the custom calls for platform CUDA, one for each stage. `bindings.cc` passes them to Python.
 #pragma once
 
 namespace jax_flash {

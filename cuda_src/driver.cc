@@ -50,8 +50,8 @@ Driver LoadDriver() {
   return driver;
 }
 
-// The path that the finder says, else what the dynamic linker finds by itself: where JAX runs on a GPU, its plugin may
-// have loaded NVRTC already.
+// Opens NVRTC at the finder's path, or else where the dynamic linker finds it. On a GPU, JAX's plugin may have loaded
+// it already.
 void* OpenNvrtc(std::string* path) {
   std::string looked;
   if (nvrtc_finder) {

@@ -1,5 +1,5 @@
-// What is used of the CUDA driver (libcuda) and of NVRTC. Both are found when they are first needed, and so the build
-// and the import need no CUDA. Signatures and numbers are those of cuda.h and nvrtc.h.
+// The used parts of the CUDA driver (libcuda) and of NVRTC. Both are opened when they are first needed, so the build
+// and the import need no CUDA. Signatures and numbers match cuda.h and nvrtc.h.
 #pragma once
 
 #include <cstddef>
@@ -52,14 +52,16 @@ struct Nvrtc {
   std::vector<int> archs;  // architectures that it compiles for: 80 is sm_80
 };
 
-// Each throws std::runtime_error, which says where it was looked for and what to install, if there is none.
+// If the library is not found, these throw std::runtime_error. Its message names the searched places and the package to
+// install.
 const Driver& CudaDriver();
 const Nvrtc& CudaNvrtc();
 
-// How to find NVRTC: returns the path of the library or throws. (Set by bindings.cc: Python knows where packages are.)
+// A function that finds NVRTC: it returns the path of the library or throws. bindings.cc sets it, because Python finds
+// packages.
 void SetNvrtcFinder(std::function<std::string()> finder);
 
-// Throws std::runtime_error with the driver's text if a call failed: Check(CudaDriver().cuInit(0), "cuInit").
+// If a call failed, throws std::runtime_error with the driver's text: Check(CudaDriver().cuInit(0), "cuInit").
 void Check(int result, const char* call);
 
 struct Device {

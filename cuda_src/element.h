@@ -1,4 +1,4 @@
-// The types that elements of Q, K, V, O and their gradients may have in the CUDA kernels.
+// Element types of Q, K, V, O and their gradients in the CUDA kernels.
 #pragma once
 
 #include <stdexcept>
@@ -9,8 +9,8 @@ namespace jax_flash {
 
 struct Element {
   int bytes;
-  int map_type;     // the CU_TENSOR_MAP_DATA_TYPE_* of maps of results
-  int loaded_type;  // that of maps of what is loaded: float32 is rounded to TF32 on the way
+  int map_type;     // CU_TENSOR_MAP_DATA_TYPE_* of results
+  int loaded_type;  // of operands: TMA rounds float32 to TF32
 };
 
 constexpr Element ElementOf(DType dtype) {

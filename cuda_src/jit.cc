@@ -27,13 +27,12 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// NVRTC has no standard headers.
+// NVRTC has no standard headers, so these types are defined here.
 constexpr char kStdint[] =
     "typedef signed char int8_t; typedef short int16_t; typedef int int32_t; typedef long long int64_t;\n"
     "typedef unsigned char uint8_t; typedef unsigned short uint16_t; typedef unsigned int uint32_t;\n"
     "typedef unsigned long long uint64_t;\n";
 
-// The options of the compiler.
 std::vector<std::string> Options(const std::string& arch) {
   std::vector<std::string> options = {"-arch=" + arch, "-std=c++17", "--ptxas-options=-v"};
   const char* const more = std::getenv("JAX_FLASH_NVRTC_OPTIONS");
@@ -45,7 +44,7 @@ std::vector<std::string> Options(const std::string& arch) {
   return options;
 }
 
-// All that a cubin depends on.
+// Everything that a cubin depends on.
 std::string Key(const Unit& unit, const std::string& arch) {
   const Nvrtc& nvrtc = CudaNvrtc();
   std::string key = "jax_flash 4\n" + ThisKernel(unit.config) + unit.programs + "sources " + kSourcesHash + "\nnvrtc " +
@@ -63,7 +62,7 @@ uint64_t Hash(std::string_view text) {
 
 // --- The cache directory ---
 
-// An entry: its key, what ptxas found, the cubin's size and a checksum as text, an empty line, the cubin.
+// An entry: its key, ptxas' report, the cubin's size and a checksum as text, an empty line, the cubin.
 
 fs::path EntryPath(const std::string& key) {
   char name[32];
@@ -77,11 +76,11 @@ std::string Header(const std::string& key, const Kernels& kernels) {
   return text + "\nchecksum " + std::to_string(Hash(text + kernels.cubin)) + "\n\n";
 }
 
-// Cubins have some hundred KB, with line numbers some MB.
+// Cubins have some hundred KB, or some MB with line numbers.
 constexpr off_t kLargestEntry = off_t(64) << 20;
 
-// The bytes of an open file, if it can be an entry: a regular file of limited size that this user or root owns. A GPU
-// runs what an entry holds, so files of other users count as none.
+// Returns the bytes of an open file if it can be an entry: a regular file of limited size, owned by this user or root.
+// Files of other users are ignored, because a GPU runs the contents.
 std::string EntryBytes(int file) {
   struct stat status;
   if (fstat(file, &status) != 0 || !S_ISREG(status.st_mode) || status.st_size > kLargestEntry) return "";
@@ -91,7 +90,7 @@ std::string EntryBytes(int file) {
   return bytes;
 }
 
-// The number in the line of a header that begins with this name; 0 if there is none.
+// The number in a header's line that begins with this name, or 0.
 int64_t NumberOf(std::string_view header, const std::string& name) {
   const size_t at = header.rfind("\n" + name + " ");
   return at == header.npos ? 0 : std::strtoll(header.data() + at + name.size() + 2, nullptr, 10);
@@ -99,7 +98,7 @@ int64_t NumberOf(std::string_view header, const std::string& name) {
 
 std::optional<Kernels> ReadEntry(const std::string& key) {
   if (CacheDirectory().empty()) return std::nullopt;
-  // O_NONBLOCK: to open a FIFO would otherwise wait for a writer.
+  // O_NONBLOCK: opening a FIFO would otherwise wait for a writer.
   const int file = open(EntryPath(key).c_str(), O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
   if (file < 0) return std::nullopt;
   const std::string entry = EntryBytes(file);
@@ -118,7 +117,7 @@ void WriteEntry(const std::string& key, const Kernels& kernels) {
   const fs::path path = EntryPath(key);
   std::error_code ignored;
   fs::create_directories(path.parent_path(), ignored);
-  // Not mkstemp, by which no other user could ever read the file. Here the umask decides that.
+  // Not mkstemp, because its files are private to this user. Here the umask decides who can read them.
   const auto now = std::chrono::system_clock::now().time_since_epoch().count();
   const std::string temporary = path.string() + "." + std::to_string(getpid()) + "." + std::to_string(now);
   const int file = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
@@ -150,11 +149,11 @@ Section SectionAt(std::string_view elf, int index) {
           Read<uint64_t>(elf, at + 32)};
 }
 
-// An older ptxas makes the forward's wgmmas wait for each other (its warning C7515), and that of 12.6 does not know all
-// instructions.
+// Older versions of ptxas serialize the forward's wgmmas (warning C7515). Version 12.6 lacks some instructions.
 constexpr std::pair<int, int> kOldestForHopper = {12, 9};
 
-// The spills and serialised wgmmas that a log reports. The warning has no number that all versions of ptxas give it.
+// The spills and serialized wgmmas in a log. The warning has no number in some versions of ptxas, so its text is
+// matched.
 Faults FaultsIn(std::string_view log) {
   constexpr std::string_view kSpill = " bytes spill";
   Faults faults = {log.find("wgmma.mma_async instructions are serialized") != log.npos, 0};
@@ -165,7 +164,7 @@ Faults FaultsIn(std::string_view log) {
   return faults;
 }
 
-// This thread's processor time, whatever else the machine does.
+// The processor time of this thread, which does not depend on the machine's load.
 double ThreadSeconds() {
   timespec now;
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);

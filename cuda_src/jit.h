@@ -1,4 +1,4 @@
-// Kernels are compiled when they are needed: from the sources in this binary, by NVRTC, for one GPU architecture.
+// Just-in-time compilation: NVRTC compiles the kernels' sources, which are in this binary, for one GPU architecture.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace jax_flash {
 
-// A file of cuda_src/kernels and what it is compiled for.
+// A file of cuda_src/kernels, and what it is compiled for.
 struct Unit {
   std::string file;
   KernelConfig config;
@@ -25,11 +25,11 @@ constexpr int64_t kToleratedSpill = 32;
 // What ptxas reports about the kernels of a file.
 struct Faults {
   bool serialized = false;  // wgmmas wait for each other
-  int64_t spilled = 0;      // bytes that are stored to local memory and loaded from it, for lack of registers
+  int64_t spilled = 0;      // bytes of registers that are spilled to local memory
 
   // Do they cost more than other tiles do?
   bool Any() const { return serialized || spilled > kToleratedSpill; }
-  // Serialised wgmmas are worse than any spill.
+  // Serialized wgmmas are worse than any spill.
   bool operator<(const Faults& other) const {
     return std::tie(serialized, spilled) < std::tie(other.serialized, other.spilled);
   }
@@ -49,16 +49,16 @@ struct Compilation {
   double seconds;   // of processor time
 };
 
-// Compiles, whatever the caches have. `arch`: "sm_80", "sm_90a", ... The compiler is given the options in
-// JAX_FLASH_NVRTC_OPTIONS too, with spaces between them. (A problem that the process has loaded keeps its kernels when
-// they change.) Throws std::runtime_error.
+// Compiles a unit without any cache. `arch`: "sm_80", "sm_90a", ... JAX_FLASH_NVRTC_OPTIONS adds compiler options,
+// separated by spaces. If they change, loaded problems keep their kernels. Throws std::runtime_error.
 Compilation CompileUnit(const Unit& unit, const std::string& arch);
 
 // The kernels of a unit: from memory, from the cache directory, or compiled. Safe with many threads and processes.
 //
-// The directory is JAX_FLASH_CACHE_DIR (empty: none), by default jax_flash in the user's cache directory. An entry is
-// named by all that it depends on. A damaged entry counts as none, and so does a file that is not regular, is larger
-// than 64 MiB or belongs to a user other than this one and root. Without write access kernels compile in each process.
+// The directory is JAX_FLASH_CACHE_DIR (empty: none), by default jax_flash in the user's cache directory. The name of
+// an entry is a hash of everything that it depends on. Damaged entries are ignored. So are files that are not regular,
+// larger than 64 MiB, or owned by users other than this one and root. Without write access, each process compiles its
+// kernels.
 const Kernels& CachedKernels(const Unit& unit, const std::string& arch);
 
 // CachedKernels of several units, compiled at the same time.
@@ -70,7 +70,7 @@ bool IsKept(const Unit& unit, const std::string& arch);
 // The directory, empty if there is none.
 std::string CacheDirectory();
 
-// How much dynamic shared memory the kernel of a cubin wants: its constant `jax_flash_shared_bytes`, 0 if it has none.
+// The dynamic shared memory of a cubin's kernel: its constant `jax_flash_shared_bytes`, or 0.
 int SharedBytes(std::string_view cubin);
 
 // The CUmodule of a unit on a device, loaded once. The device's primary context must be current.

@@ -27,7 +27,7 @@ void ForEachField(X& x, Function f) {
 
 std::string ThisKernel(const KernelConfig& config) {
   std::string text = "#pragma once\n";
-  // The text of PTX is put together by the preprocessor, which knows numbers only.
+  // The preprocessor composes the text of PTX. It needs dtypes as numbers.
   text += "#define JAX_FLASH_DTYPE " + std::to_string(int(config.problem.dtype)) + "\n";
   text += "#include \"cuda_src/contract.h\"\nnamespace jax_flash {\n";
   const auto value = [&](const char* type, const char* name, auto field) {

@@ -1,5 +1,5 @@
-// What a kernel is compiled for (cuda_src/contract.h), as the one header that is written for it, and as names and
-// numbers for Python.
+// The compile-time configuration of a kernel (cuda_src/contract.h): as the generated header this_kernel.h, and as names
+// and numbers for Python.
 #pragma once
 
 #include <map>
@@ -19,7 +19,7 @@ std::string ThisKernel(const KernelConfig& config);
 
 using KernelFields = std::map<std::string, int>;
 KernelFields FieldsOf(const KernelConfig& config);
-// Throws std::invalid_argument if they are not just the fields of a KernelConfig.
+// Throws std::invalid_argument if the names differ from the fields of a KernelConfig.
 KernelConfig ConfigOf(const KernelFields& fields);
 
 }  // namespace jax_flash

@@ -7,9 +7,9 @@
 namespace jax_flash {
 namespace {
 
-constexpr Range kExact = {-(1 << 24), 1 << 24};  // integers that are floats
+constexpr Range kExact = {-(1 << 24), 1 << 24};  // integers that a float represents exactly
 
-// The range of a value, for queries and keys in these ranges and operands in those.
+// The range of a value, given the ranges of queries, keys and operands.
 Range KnownRange(const Instruction& x, const Range& query, const Range& key, const Range* operands) {
   if (x.op == Op::query) return query;
   if (x.op == Op::key) return key;
@@ -17,7 +17,7 @@ Range KnownRange(const Instruction& x, const Range& query, const Range& key, con
   return RangeOf<float>(x, operands);
 }
 
-// The operand that a value is the same as, from the operands' ranges; -1 if none is known to be.
+// The number of the operand that the value always equals, given the operands' ranges; -1 if none.
 int SameAs(const Instruction& x, const Range& a, const Range& b) {
   if (x.op == Op::select_i && a == kTrue) return 1;
   if (x.op == Op::select_i && a == kFalse) return 2;
@@ -30,7 +30,7 @@ int SameAs(const Instruction& x, const Range& a, const Range& b) {
 
 bool IsUniform(const Instruction& x) { return !x.rows && !x.columns; }
 
-// Finds out of an int whether it is linear, and its steps.
+// Determines whether an int is linear, and its steps.
 void FindSteps(const Instruction& x, const Facts& a, const Facts& b, Facts* facts) {
   facts->linear = IsUniform(x) || x.op == Op::query || x.op == Op::key;
   if (x.op == Op::query) facts->steps = {1, 0};
@@ -41,7 +41,7 @@ void FindSteps(const Instruction& x, const Facts& a, const Facts& b, Facts* fact
   facts->ramp = facts->linear && !IsUniform(x) && facts->anywhere.IsWithin(kExact);
 }
 
-// Finds out of a float whether it is a ramp, and its steps.
+// Determines whether a float is a ramp, and its steps.
 void FindRamp(const Instruction& x, const Facts& a, const Facts& b, bool a_uniform, bool b_uniform, Facts* facts) {
   const bool one = (a.ramp && b_uniform) || (a_uniform && b.ramp);
   if (x.op == Op::cast_i_f || x.op == Op::neg_f) facts->ramp = a.ramp;
@@ -50,7 +50,7 @@ void FindRamp(const Instruction& x, const Facts& a, const Facts& b, bool a_unifo
   facts->steps = a.ramp ? a.steps : b.steps;
 }
 
-// What an int with these steps differs with.
+// The kind of a sum whose address is an int with these steps.
 SumKind SumKindOf(const Steps& steps) {
   if (steps == Steps()) return SumKind::kNothing;
   if (steps.key == 0) return SumKind::kRows;
@@ -58,7 +58,7 @@ SumKind SumKindOf(const Steps& steps) {
   return steps.row + steps.key == 0 ? SumKind::kDiagonals : SumKind::kEntries;
 }
 
-// What a function of two values differs with, which differ with `a` and with `b`.
+// The kind of a function of two values of kinds `a` and `b`.
 SumKind Join(SumKind a, SumKind b) {
   if (a == SumKind::kNothing || a == b) return b;
   return b == SumKind::kNothing ? a : SumKind::kEntries;

@@ -1,4 +1,4 @@
-// What can be said of a score program's values before it runs.
+// Static analysis of a score program's values.
 #pragma once
 
 #include <cstdint>
@@ -9,38 +9,37 @@
 
 namespace jax_flash {
 
-// How much an int, which may wrap around, differs from row to row and from key to key.
+// The increments of an int between rows and between keys. The int may wrap around.
 struct Steps {
   uint32_t row = 0, key = 0;
 
   bool operator==(const Steps& other) const { return row == other.row && key == other.key; }
 };
 
-// What a value differs with: nothing, the query, the key, the difference of both; or in no simpler way than from entry
-// to entry.
+// The indices that a value depends on: none, the query, the key, or query - key. kEntries: both in any other way.
 enum class SumKind { kNothing, kRows, kKeys, kDiagonals, kEntries };
 
 struct Facts {
-  // The range of an int, an unsigned int or a truth value at entries within T and S, and at every entry of a tile. With
-  // a query offset, a score program's entries are within if queries have positions of keys.
+  // The range of an int, an unsigned int or a truth value: `within` for entries within T and S, `anywhere` for every
+  // entry of a tile. With a query offset, `within` also requires that the queries' positions are within the keys.
   Range within = EveryValue(Type::i), anywhere = within;
 
-  // Of an int: the operand that it is the same as, within; -1 for none.
+  // For ints: the number of the operand that it always equals within T and S; -1 if none.
   int same = -1;
 
-  // Of an int: is it so many times the query and the key, plus something that is the same for all entries?
+  // For ints: is it query * steps.row + key * steps.key plus a constant over entries?
   bool linear = false;
   Steps steps;
 
-  // Is it such an int, and one that floats have exactly? Of a float: is it one of these times something, plus
-  // something, which are the same for all entries? Then the steps are that int's.
+  // For ints: is it linear and exactly representable as a float? For floats: is it such an int times a constant, plus a
+  // constant? Then `steps` belongs to that int.
   bool ramp = false;
 
-  // Of a value, and of the place that an accumulation adds to: what it differs with at most.
+  // The indices that the value, or the address of an accumulation, may depend on.
   SumKind sum_kind = SumKind::kNothing;
 };
 
-// Of every value of a program.
+// The facts of every value of a program.
 std::vector<Facts> FactsOf(const Problem& problem, const Program& program);
 
 }  // namespace jax_flash

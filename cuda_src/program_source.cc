@@ -19,7 +19,7 @@ constexpr const char* kElements[] = {
 
 constexpr const char* kSumNames[] = {"kNothing", "kRows", "kKeys", "kDiagonals"};
 
-// What the functions are called, of Op::const_f, ...: those of arithmetic as in common/ops.h.
+// Names of the functions for Op::const_f, ...; arithmetic has the names of common/ops.h.
 constexpr const char* kNames[] = {
 #define INPUT(name, ...) #name,
 #define TYPED(T) "const_" #T, "load_" #T,
@@ -31,7 +31,7 @@ constexpr const char* kNames[] = {
 #undef OP
 };
 
-// Whether an int may wrap around, for all that is known of it.
+// May an int with this range wrap around?
 bool MayWrap(const Range& range) { return range == EveryValue(Type::i); }
 
 std::string Value(int number) { return "v" + std::to_string(number); }
@@ -46,26 +46,26 @@ std::string Constant(const Instruction& x) {
   return "__uint_as_float(" + std::to_string(bits) + "u)";
 }
 
-// A program, and what is known of its values. Floats that are ramps are kept as such where it is inlined.
+// A program, and the facts about its values. If the program is inlined, ramps stay in the form of ramps.
 struct Source {
   const Problem& p;
   const Program& program;
   const std::vector<Facts> facts = FactsOf(p, program);
-  const bool is_apart = program.size() > kInlined && &program != &p.mask.mask_mod;  // is it a function of its own?
+  const bool is_apart = program.size() > kInlined && &program != &p.mask.mask_mod;  // is it not inlined?
 
   bool IsRamp(int number, Type type = Type::f) const {
     return !is_apart && facts[number].ramp && program.instructions[number].type == type;
   }
   std::string ValueHere(int number) const { return Value(number) + (IsRamp(number) ? ".Here()" : ""); }
 
-  // The text of the ramp that an int is.
+  // The text of the ramp of an int.
   std::string Ramp(int number) const {
     const Steps& steps = facts[number].steps;
     return "RampOf(" + Value(number) + ", " + std::to_string(int32_t(steps.row)) + ", " +
            std::to_string(int32_t(steps.key)) + ", at)";
   }
 
-  // The index of a dimension: where it can be outside, the nearest inside.
+  // The text of an index, clamped if it may be out of range.
   std::string Index(int value, int64_t size) const {
     const Range inside = {0, double(size - 1)};
     if (facts[value].anywhere.IsWithin(inside)) return Value(value);
@@ -73,7 +73,7 @@ struct Source {
            Value(value) + ", " + std::to_string(size - 1) + ")";
   }
 
-  // An entry's array, of its batch entry, and its place in that.
+  // The text of an element's address: the array, the offset of its batch entry, and the index in it.
   std::string Element(const std::string& array, const Instruction& x) const {
     const Captured& captured = p.captured[x.array];
     const bool fits = captured.size() <= INT32_MAX;
@@ -124,7 +124,7 @@ std::string Source::Expression(int number) const {
         const int before = program.instructions[first].operands[0];
         if (IsRamp(before, Type::i)) return "abs_f(" + Ramp(before) + ".Here())";
       }
-      // As integers that do not wrap around, of which the compiler leaves constant parts to the loads.
+      // Signed additions that cannot wrap: the compiler moves constant parts into the addresses of loads.
       const char* sign = x.op == Op::add_i ? " + " : x.op == Op::sub_i ? " - " : nullptr;
       const std::string sum = sign == nullptr ? "" : Value(x.operands[0]) + sign + Value(x.operands[1]);
       if (sign != nullptr && !MayWrap(facts[number].anywhere)) return sum;
@@ -139,8 +139,8 @@ std::string Source::Expression(int number) const {
   }
 }
 
-// The text of a function of these arguments: a line for each instruction. `otherwise` is what it gives where there is
-// no program. Before the function the text says what the places of the sums that it adds to differ with.
+// The text of a function with these parameters, one line for each instruction. `otherwise` is its result without a
+// program. The text before the function defines the kinds of its sums.
 std::string Source::Function(const std::string& parameters, const std::string& head, const char* otherwise) const {
   std::string text = "template <" + parameters + ">\n__device__ ", before;
   int sums = 0;

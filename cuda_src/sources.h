@@ -1,10 +1,10 @@
-// The kernels' sources, which CMake puts into the binary (cuda_src/sources.cmake).
+// The kernels' sources, which CMake embeds in the binary (cuda_src/sources.cmake).
 #pragma once
 
 namespace jax_flash {
 
 struct Source {
-  const char *name, *text;  // name: as an #include has it
+  const char *name, *text;  // name: as in an #include
 };
 
 struct SourceList {

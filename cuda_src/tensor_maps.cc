@@ -14,7 +14,7 @@ struct Array {
 Array OfQueries(const Problem& p, const void* data, int64_t dim) { return {data, p.q_len, p.q_heads, dim}; }
 Array OfKeys(const Problem& p, const void* data, int64_t dim) { return {data, p.kv_len, p.kv_heads, dim}; }
 
-// What is outside of the array arrives as zeros.
+// Elements outside the array are loaded as zeros.
 TensorMap Encoded(const void* data, int type, const uint64_t (&sizes)[4], const uint64_t (&strides)[3],
                   uint32_t box_columns, int box_rows) {
   constexpr int kNoInterleave = 0, kSwizzle128 = 3, kPromoteL2To128 = 2, kZeros = 0;
@@ -26,8 +26,8 @@ TensorMap Encoded(const void* data, int type, const uint64_t (&sizes)[4], const 
   return map;
 }
 
-// A map with boxes of `rows` x kBoxBytes, swizzled; `type`: one of Element's. Zeros for a gradient that nobody asked
-// for.
+// A map with swizzled boxes of `rows` x kBoxBytes. `type` is one of Element's. Gradients that are not requested have no
+// map.
 TensorMap MapOf(const Problem& p, const Array& array, int type, int rows) {
   if (!array.data) return {};
   const uint64_t bytes = ElementOf(p.dtype).bytes, time = array.time, heads = array.heads, dim = array.dim;
@@ -36,7 +36,7 @@ TensorMap MapOf(const Problem& p, const Array& array, int type, int rows) {
   return Encoded(array.data, type, sizes, strides, uint32_t(kBoxBytes / bytes), rows);
 }
 
-// Of a bias that has all rows and columns, or of its gradient, in boxes of `rows` x kBoxBytes.
+// The map of a bias with all rows and columns, or of its gradient, with boxes of `rows` x kBoxBytes.
 TensorMap BiasMapOf(const Problem& p, const void* data, int rows) {
   const Element element = ElementOf(p.score.bias_dtype);
   const uint64_t bytes = element.bytes, q_len = p.q_len, kv_len = p.kv_len, heads = p.score.bias.heads ? p.q_heads : 1;
@@ -45,7 +45,7 @@ TensorMap BiasMapOf(const Problem& p, const void* data, int rows) {
   return Encoded(data, element.map_type, sizes, strides, uint32_t(kBoxBytes / bytes), rows);
 }
 
-// The maps that all of these kernels have, of tiles of S; of `query_rows` queries at a time.
+// The maps that all these kernels have for tiles of S, with `query_rows` rows of Q at a time.
 template <typename AnyMaps>
 AnyMaps TileMapsOf(const Problem& p, const Params& x, const KernelTiling& tiling, int query_rows) {
   const int type = ElementOf(p.dtype).loaded_type;

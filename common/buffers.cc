@@ -77,7 +77,7 @@ ffi::DataType XlaType(CapturedDType dtype) {
   return kTypes[int(dtype)];
 }
 
-// The type of the elements of an array of T, or `dtype` if T is void.
+// The dtype of an array of T; `dtype` if T is void.
 template <typename T>
 ffi::DataType TypeOf(DType dtype) {
   if (std::is_same_v<T, uint8_t>) return ffi::PRED;

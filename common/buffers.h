@@ -1,5 +1,4 @@
-// The buffers of the three custom calls as XLA hands them over, checked against the problem: the same on every
-// platform.
+// The buffers of the three custom calls, checked against the problem, for every platform.
 #pragma once
 
 #include <array>
@@ -22,7 +21,7 @@ class Dims {
   std::array<int64_t, 4> sizes_ = {};
 };
 
-// Takes the buffers of a call one after the other. The first that is not as expected ends up in the error.
+// Takes the buffers of a call in order. Error reports the first invalid one.
 class Buffers {
  public:
   Buffers(const Problem& problem, xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets)
@@ -35,14 +34,14 @@ class Buffers {
   BackwardResults TakeBackwardResults(DType dbias_dtype);
   Tangents TakeTangents();
   TangentResults TakeTangentResults();
-  // The last result of a call on a GPU, which has so many bytes or more. With 0 bytes there need be none.
+  // The last result of a call on a GPU, with at least this many bytes. If it is 0, the result may be absent.
   void* TakeScratch(int64_t bytes);
 
-  // What is wrong with the buffers, once all have been taken; empty if nothing is.
+  // The error after all buffers have been taken; empty if they are valid.
   std::string Error() const;
 
  private:
-  // `dims`: a letter each.
+  // `dims` has one letter for each dimension.
   const void* Operand(const char* name, xla::ffi::DataType dtype, const char* dims, const Extent& extent);
   void* Result(const char* name, DType dtype, const char* dims, const Extent& extent);
   const void* Operand(const std::string& name, xla::ffi::DataType dtype, const Dims& dims);

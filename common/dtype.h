@@ -1,4 +1,4 @@
-// Element types, as host and device code name them.
+// Element types, for host and device code.
 #pragma once
 
 #include "common/host_device.h"

@@ -1,5 +1,5 @@
-// Of a function that host and device code both have. It is static, since the CPU kernels, which are compiled once per
-// instruction set, must not share it (docs/architecture.md, "CPU kernels").
+// Declares a function for host and device code. It is static: the CPU kernels are compiled once for each instruction
+// set, and must not share its code (docs/architecture.md, "CPU kernels").
 #pragma once
 
 #ifdef __CUDACC__

@@ -1,6 +1,5 @@
-// Which keys a query row may attend to, as far as positions decide it: causal, window, lengths and query offset, or
-// lengths and a range of keys that each row is given.
-// (Segment ids and the mask operand are looked at entry by entry.)
+// Which keys a query row may attend to by positions: causal, window, lengths and query offset; or lengths and a range
+// of keys for each row. Segment ids and the mask operand are tested entry by entry instead.
 #pragma once
 
 #include <cstdint>
@@ -9,12 +8,12 @@
 
 namespace jax_flash {
 
-// Keys lo <= j < hi. Empty iff lo >= hi.
+// Keys lo <= j < hi. Empty if lo >= hi.
 struct KeyRange {
   int64_t lo, hi;
 };
 
-// Rows lo <= i < hi. Empty iff lo >= hi.
+// Rows lo <= i < hi. Empty if lo >= hi.
 struct RowRange {
   int64_t lo, hi;
 };
@@ -24,8 +23,8 @@ struct Positions {
   int64_t q_length, kv_length, offset;
   bool causal;
   int64_t window_left, window_right;  // -1: unbounded
-  // If `ranges` these say it, and nothing above but the lengths: the keys that each row sees, from the first of a pair
-  // up to the second, and the rows that see each key. Neither end of them falls from one row, or key, to the next.
+  // If `ranges`, only these pairs and the lengths decide. They hold the first and last + 1 of the keys that each row
+  // sees, and of the rows that see each key. Both numbers never decrease from one row, or key, to the next.
   bool ranges = false;
   const int32_t *keys_of_rows = nullptr, *rows_of_keys = nullptr;
 };
@@ -34,7 +33,7 @@ JAX_FLASH_STATIC_HOST_DEVICE int64_t ClampLength(int64_t length, int64_t size) {
   return length < 0 ? 0 : length < size ? length : size;
 }
 
-// What pair i says, within [0, size]: whatever the numbers are, nothing else is read. (In 32 bits, for GPUs.)
+// Pair i, clamped to [0, size]. Bad numbers cannot cause reads outside the arrays. It uses 32 bits, for GPUs.
 template <typename Range>
 JAX_FLASH_STATIC_HOST_DEVICE Range RangeAt(const int32_t* pairs, int64_t i, int64_t size) {
   const int32_t most = size < 0x7FFFFFFF ? int32_t(size) : 0x7FFFFFFF, lo = pairs[2 * i], hi = pairs[2 * i + 1];
@@ -55,7 +54,8 @@ JAX_FLASH_STATIC_HOST_DEVICE KeyRange RowKeys(const Positions& positions, int64_
   return keys;
 }
 
-// The keys that at least one of the rows i0 <= i < i1 may attend to (a superset: the rows' ranges need not touch).
+// The keys that at least one of the rows i0 <= i < i1 may attend to. It may be a superset, because the rows' ranges
+// need not touch.
 JAX_FLASH_STATIC_HOST_DEVICE KeyRange AnyRowKeys(const Positions& positions, int64_t i0, int64_t i1) {
   if (i1 > positions.q_length) i1 = positions.q_length;
   if (i0 >= i1) return {0, 0};
@@ -68,7 +68,7 @@ JAX_FLASH_STATIC_HOST_DEVICE KeyRange EveryRowKeys(const Positions& positions, i
   return {RowKeys(positions, i1 - 1).lo, RowKeys(positions, i0).hi};
 }
 
-// The rows that see at least one of the keys j0 <= j < j1. (j0 < j1.)
+// The rows that see at least one of the keys j0 <= j < j1, for j0 < j1.
 JAX_FLASH_STATIC_HOST_DEVICE RowRange AnyKeyRows(const Positions& positions, int64_t j0, int64_t j1) {
   RowRange rows = {0, positions.q_length};
   if (j1 > positions.kv_length) j1 = positions.kv_length;

@@ -10,10 +10,10 @@
 namespace jax_flash {
 namespace {
 
-// strtod reads more than Python writes: only texts of these characters.
+// strtod accepts more than Python writes, so only these characters are allowed.
 bool ParseFloat(std::string_view text, const char* characters, double* value) {
-  // A locale with decimal commas must not change what we read. (No streams: they do not work in every process that has
-  // more than one C++ standard library.)
+  // A locale with decimal commas must not change the result. Streams do not work in every process with more than one
+  // C++ standard library.
   static const locale_t locale = newlocale(LC_ALL_MASK, "C", nullptr);
   const std::string copy(text);
   char* end = nullptr;

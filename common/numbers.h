@@ -1,4 +1,4 @@
-// Numbers as Python writes them, whatever the locale. Each function returns whether the whole text is one.
+// Parsing of numbers that Python writes, in any locale. Each function returns whether the whole text is valid.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace jax_flash {
 bool ParseInteger(std::string_view text, int64_t* value);
 // A finite number: "0.5", "1e-07".
 bool ParseDecimal(std::string_view text, double* value);
-// Of float.hex: "0x1.8p+3", "-inf", "nan".
+// The format of float.hex: "0x1.8p+3", "-inf", "nan".
 bool ParseHexFloat(std::string_view text, double* value);
 
 }  // namespace jax_flash

@@ -1,5 +1,5 @@
-// The instructions of score programs (common/program.h): how each is written, the types of its values, and what it
-// computes. Parsing, checks and evaluation all come from these tables.
+// The instructions of score programs (common/program.h): their text, the types of their values, and what they compute.
+// These tables define parsing, checks and evaluation.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +8,11 @@ namespace jax_flash {
 
 constexpr int kMaxCaptured = 32;  // arrays that the programs of a problem capture
 
-// The type of a value: the accumulation dtype, a signed or an unsigned integer of 32 bits, or a truth value. n stands
-// for no value.
+// The type of a value: the accumulation dtype, a signed or unsigned 32-bit integer, or a truth value. n: no value.
 enum class Type : uint8_t { f, i, u, b, n };
 
-// What a program is given: INPUT(name, type, rows, columns), where the last two say whether it differs from row to row
-// and from column to column of a tile.
+// The inputs of a program: INPUT(name, type, rows, columns). Does it differ between the rows, and between the columns,
+// of a tile?
 #define JAX_FLASH_INPUTS(INPUT)   \
   INPUT(score, f, true, true)     \
   INPUT(cotangent, f, true, true) \
@@ -23,11 +22,11 @@ enum class Type : uint8_t { f, i, u, b, n };
   INPUT(query, i, true, false)    \
   INPUT(key, i, false, true)
 
-// TYPED(type): instructions that there are for every type, const and load.
+// TYPED(type): instructions that exist for every type, const and load.
 #define JAX_FLASH_TYPES(TYPED) TYPED(f) TYPED(i) TYPED(u) TYPED(b)
 
-// Functions of up to three values: OP(name, text, result, x, y, z, value), where `value` is an expression in the
-// vocabulary of whoever evaluates it (cpu_src/lanes.h).
+// Functions of up to three values: OP(name, text, result, x, y, z, value). `value` is an expression in functions that
+// each evaluator defines (for example cpu_src/lanes.h).
 #define JAX_FLASH_FLOAT_OPS(OP)                                                            \
   OP(add_f, "add.f", f, f, f, n, x + y)                                                    \
   OP(sub_f, "sub.f", f, f, f, n, x - y)                                                    \
@@ -63,7 +62,7 @@ enum class Type : uint8_t { f, i, u, b, n };
   OP(round_to_f16, "round_to.float16", f, f, n, n, RoundTo<F16>(x))                        \
   OP(round_to_f32, "round_to.float32", f, f, n, n, RoundTo<float>(x))
 
-// Functions of integers of one kind T, i or u. Bits(x) wraps around where a signed integer may not.
+// Functions of integers of type T, i or u. Bits(x) is unsigned, so it may wrap around.
 #define JAX_FLASH_INTEGER_OPS(OP, T)                                              \
   OP(add_##T, "add." #T, T, T, T, n, Bits(x) + Bits(y))                           \
   OP(sub_##T, "sub." #T, T, T, T, n, Bits(x) - Bits(y))                           \
@@ -85,7 +84,7 @@ enum class Type : uint8_t { f, i, u, b, n };
   OP(clz_##T, "clz." #T, T, T, n, n, CountLeadingZeros(Bits(x)))                  \
   JAX_FLASH_COMPARISONS(OP, T, )
 
-// Functions of truth values, of which all bits are set or none.
+// Functions of truth values, with all bits set or none.
 #define JAX_FLASH_BOOL_OPS(OP)          \
   OP(and_b, "and.b", b, b, b, n, x& y)  \
   OP(or_b, "or.b", b, b, b, n, x | y)   \
@@ -102,7 +101,7 @@ enum class Type : uint8_t { f, i, u, b, n };
   OP(gt_##T, "gt." #T, b, T, T, n, truth(x > y))  \
   OP(ge_##T, "ge." #T, b, T, T, n, truth(x >= y))
 
-// Functions from one type to another, and those that there are for values of every type.
+// Functions between types, and functions that exist for every type.
 #define JAX_FLASH_MIXED_OPS(OP)                            \
   OP(select_f, "select.f", f, b, f, f, OfTruth(x) ? y : z) \
   OP(select_i, "select.i", i, b, i, i, x ? y : z)          \

@@ -11,7 +11,7 @@
 namespace jax_flash {
 namespace {
 
-// A field of the text: its name and where its value goes. The type of the value says how it is read.
+// A field of the text: its name and its destination. The type of the destination defines the parser.
 struct Field {
   template <typename T>
   using Of = T* (*)(Problem*);
@@ -50,7 +50,7 @@ bool Parse(std::string_view text, DType* value) {
   return false;
 }
 
-// "none", or the four letters of [B, N, T, S] with "1" in place of a broadcast dimension's.
+// "none", or the four letters of [B, N, T, S] with "1" for a broadcast dimension.
 bool Parse(std::string_view text, Extent* value) {
   if (text == "none") return true;
   if (text.size() != 4) return false;
@@ -70,14 +70,14 @@ bool Parse(std::string_view text, WindowSize* value) {
          ParseInteger(text.substr(comma + 1), &value->right);
 }
 
-// Its instructions are read when the other fields are there.
+// The instructions are decoded after all fields are read.
 bool Parse(std::string_view text, Program* value) {
   value->text = text;
   return true;
 }
 
-// Whether there can be such an array: then 64 bits are enough for all that is computed from its sizes, with padding and
-// in bytes. A size of 0 counts as 1, since some of that is computed from the other sizes alone.
+// Can such an array exist? If so, 64 bits are enough for all computations with its sizes, with padding and in bytes. A
+// size of 0 counts as 1, because some computations use only the other sizes.
 constexpr double kMostElements = 0x1p52;
 
 bool CanBe(const Problem& p, const char* dims, const Extent& extent) {
@@ -86,7 +86,7 @@ bool CanBe(const Problem& p, const char* dims, const Extent& extent) {
   return elements <= kMostElements;
 }
 
-// The same for an array that programs load from, whose sizes must not be negative either.
+// The same for an array that programs load from. Its sizes must not be negative.
 bool CanBe(const Problem& p, const Captured& captured) {
   double elements = double(std::max<int64_t>(captured.batch ? p.batch : 1, 1));
   for (int dim = 0; dim < captured.rank; ++dim) {
@@ -96,7 +96,7 @@ bool CanBe(const Problem& p, const Captured& captured) {
   return elements <= kMostElements;
 }
 
-// Whether each dim of an array that is always 1 is 1 in its extent, too.
+// Does each dim that is always 1 also have size 1 in the extent?
 bool FitsDims(const char* dims, const Extent& extent) {
   const std::string_view letters = dims;
   const bool full[] = {extent.batch, extent.heads, extent.rows, extent.columns};
@@ -124,7 +124,7 @@ bool HasOperand(const Problem& p, std::string_view operand) {
   return false;
 }
 
-// What is wrong with the values, each of which could be read.
+// Returns an error if values are invalid, although they could be parsed.
 std::string Check(Problem* problem) {
   const Problem& p = *problem;
   Problem least;
@@ -185,7 +185,7 @@ std::string Check(Problem* problem) {
   return "";
 }
 
-// Reads the programs. Returns what is wrong with them.
+// Decodes the programs. Returns an error, or an empty string.
 std::string DecodePrograms(Problem* p) {
   const auto decode = [p](const char* name, ProgramKind kind, Program* program) {
     const std::string wrong = DecodeProgram(kind, p->captured, program);

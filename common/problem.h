@@ -1,5 +1,5 @@
-// One attention problem: everything about a call that is known before its buffers are. Python's `jax_flash/problem.py`
-// writes it as the text attribute `problem` of a custom call, the handlers of every backend read it back with `Decode`.
+// One attention problem: everything about a call that is static. `jax_flash/problem.py` writes it as the text attribute
+// `problem` of a custom call. The handlers of every backend parse it with `Decode`.
 #pragma once
 
 #include <algorithm>
@@ -16,31 +16,31 @@
 
 namespace jax_flash {
 
-constexpr int kProblemVersion = 9;  // of the text; changes when older readers would not understand it
-constexpr int kPageStep = 8;        // a page has a multiple of so many keys
-// More would be NaN as a bfloat16, and Hopper compares two entries at once as such.
+constexpr int kProblemVersion = 9;  // of the text; increases when older readers would misread it
+constexpr int kPageStep = 8;        // the size of a page is a multiple of this many keys
+// A larger value would be NaN as a bfloat16; Hopper compares two entries at a time in this type.
 constexpr int kMaxDropThreshold = 0x7F80;
 
-// Which dimensions of a [B, N, T, S] operand are there in full; the others have size 1 and are broadcast.
+// The dimensions of a [B, N, T, S] operand that have their full size; the others have size 1 and are broadcast.
 struct Extent {
   bool present = false;
   bool batch = false, heads = false, rows = false, columns = false;
 };
 
-// The extent of an operand that is there in full or not at all; and that of one whose extent is given.
+// The extent of an operand that is either full or absent, or a given extent.
 constexpr Extent ExtentOf(bool present) { return {present, true, true, true, true}; }
 constexpr Extent ExtentOf(const Extent& extent) { return extent; }
 
-// How far before (left) and after (right) its own position a query sees keys; -1: unbounded.
+// The number of keys that a query sees before (left) and after (right) its own position; -1: unbounded.
 struct WindowSize {
   int64_t left = -1, right = -1;
   bool present() const { return left >= 0 || right >= 0; }
 };
 
-// The tables below have every field, FIELD(type, name, default), in the order of Python's. A number's default is the
-// least that it may be.
+// The tables below list every field in the order of Python's classes, FIELD(type, name, default). The default of a
+// number is also its minimum.
 
-// Which entries of the score matrix are visible. (Mask in jax_flash/masks.py.)
+// Which entries of the score matrix are visible (Mask in jax_flash/masks.py).
 #define JAX_FLASH_MASK(FIELD)                                                                                   \
   FIELD(bool, is_causal, false)            /* key j is visible from position p = i + query_offset if j <= p */  \
   FIELD(WindowSize, local_window_size, {}) /* p - left <= j <= p + right */                                     \
@@ -58,7 +58,7 @@ struct WindowSize {
   FIELD(int64_t, column_list, 0)                                                                                \
   FIELD(Program, mask_mod, {})
 
-// What happens to a score, in this order: cap, bias, program. (Score in jax_flash/scores.py.)
+// Operations on a score, in this order: cap, bias, program (Score in jax_flash/scores.py).
 #define JAX_FLASH_SCORE(FIELD)                                                         \
   FIELD(double, logits_soft_cap, 0) /* s <- cap tanh(s / cap); 0: none */              \
   FIELD(Extent, bias, {})           /* s <- s + bias */                                \
@@ -113,31 +113,31 @@ struct Problem {
 #undef JAX_FLASH_MEMBER
 
   int64_t group() const { return q_heads / kv_heads; }
-  // How many pages the keys of a batch entry have.
+  // The number of pages of a batch entry.
   int64_t pages_of_entry() const { return page > 0 ? kv_len / page : 0; }
-  // The dtype of all sums and of the statistics, and on a CPU of dbias.
+  // The dtype of sums and statistics, and on a CPU of dbias.
   DType accumulation_dtype() const { return dtype == DType::kF64 ? DType::kF64 : DType::kF32; }
   // The dtype of o and dq.
   DType output_dtype() const { return unrounded ? accumulation_dtype() : dtype; }
-  // The dtype of dbias on a GPU: that of the bias if it has 16 bits.
+  // The dtype of dbias on a GPU: the dtype of the bias if it has 16 bits.
   DType dbias_dtype() const { return BytesOf(score.bias_dtype) == 2 ? score.bias_dtype : DType::kF32; }
-  // The size of a dim of an array, by the letter of the dim: 1 if the array is broadcast over it. Letters stand for the
-  // sizes above; U and V for block_rows and block_columns, G for pages, A for page, M for pages_of_entry, R for
-  // row_list, C for column_list, P for element_masks, Q for q_block, W for element_words, X for the 2 words of a seed,
-  // and 1 for 1.
+  // The size of a dim, by its letter; 1 if the array is broadcast over it. Letters stand for the sizes above. The
+  // others are U and V for block_rows and block_columns, G for pages, A for page, M for pages_of_entry, R for row_list,
+  // C for column_list, P for element_masks, Q for q_block, W for element_words, X for the 2 words of a seed, and 1 for
+  // 1.
   int64_t size(char dim, const Extent& extent) const;
-  // How many elements an array with these dims has.
+  // The number of elements of an array with these dims.
   int64_t elements(const char* dims, const Extent& extent) const;
-  // Of the block mask: its rows and columns of blocks, and the 32-bit words of a row of an element mask.
+  // The block rows and block columns of a block mask, and the 32-bit words of a row of an element mask.
   int64_t block_rows() const { return (q_len + mask.q_block - 1) / mask.q_block; }
   int64_t block_columns() const { return (kv_len + mask.kv_block - 1) / mask.kv_block; }
   int64_t element_words() const { return WordsOfLine(mask.kv_block); }
-  // T and S, in whole blocks if there is a block mask.
+  // T and S, rounded up to whole blocks if there is a block mask.
   int64_t q_len_in_blocks() const { return mask.block_mask.present ? block_rows() * mask.q_block : q_len; }
   int64_t kv_len_in_blocks() const { return mask.block_mask.present ? block_columns() * mask.kv_block : kv_len; }
   bool dropout() const { return drop_threshold > 0; }
-  // Can a row be empty, that is have l = 0? Otherwise every row sees the first key, or with a window the key of its own
-  // position or the last key. (As Problem.may_empty_rows in Python, which also knows symbolic sizes.)
+  // Can a row be empty, with l = 0? Otherwise every row sees the first key, or with a window the key at its own
+  // position or the last key. Problem.may_empty_rows in Python is equal, but also supports symbolic sizes.
   bool may_empty_rows() const {
     const WindowSize& window = mask.local_window_size;
     const bool beyond_keys = window.left >= 0 && window.left < q_len - kv_len;  // the window of the last row
@@ -145,31 +145,30 @@ struct Problem {
     return beyond_keys || unknown_positions || mask.ranges || mask.query_seq_lengths || mask.key_value_seq_lengths ||
            mask.segment_ids || mask.array.present || mask.block_mask.present || score.bias.present || programs();
   }
-  // The elements of `captured` and their number, without functions of the standard library, for the CPU kernels.
+  // The elements of `captured` and their number, without standard library functions, for the CPU kernels.
   const Captured* captured_arrays() const;
   int64_t captured_count() const;
-  // Of the tangent: do the scores have one?
+  // Tangent: do the scores have one?
   bool scores_move() const { return query_tangent || key_tangent || bias_tangent || score.score_tangent.present(); }
   // Is this the problem of a tangent?
   bool tangent() const { return scores_move() || value_tangent || sinks_tangent; }
   bool programs() const { return score.score_mod.present() || mask.mask_mod.present(); }
-  // Of the backward: is there a gradient that depends on dS?
+  // Backward: does any requested gradient depend on dS?
   bool needs_ds() const { return dq || dk || dbias || captured_gradients(); }
-  // Which dimensions the result of mask_mod depends on.
+  // The dimensions that the result of mask_mod depends on.
   Extent mask_mod_extent() const;
   bool captured_gradients() const {
     return std::any_of(captured.begin(), captured.end(), [](const Captured& array) { return array.gradient; });
   }
-  // What a kept entry of P is multiplied with, so that the expectation is exact.
+  // The factor of kept entries of P, which makes the expectation exact.
   double keep_scale() const { return 32768.0 / double(32768 - drop_threshold); }
 };
 
-// Reads "version=8 batch=2 ... mask.is_causal=1 ... score.bias=b1ts ...". Every field must be there exactly once and
-// nothing else. Returns an empty string, or what is wrong with the text.
+// Parses "version=8 batch=2 ... mask.is_causal=1 ... score.bias=b1ts ...". Every field must occur exactly once, and no
+// others. Returns an error, or an empty string.
 std::string Decode(std::string_view text, Problem* problem);
 
-// The fields' names and their types, as Python writes them ("int", "float", "bool", "str", "Extent | None", "Program |
-// None", …).
+// The names of the fields and their Python types ("int", "float", "bool", "str", "Extent | None", "Program | None", …).
 std::vector<std::pair<std::string, std::string>> ProblemFields();
 
 }  // namespace jax_flash

@@ -10,7 +10,7 @@
 namespace jax_flash {
 namespace {
 
-// How an instruction is written, and the types of its value and of its operands.
+// The text of an instruction, and the types of its value and operands.
 struct Form {
   std::string_view text;
   Op op;
@@ -40,7 +40,7 @@ constexpr DTypeName kCapturedDTypes[] = {
 #undef ENTRY
 };
 
-// The part of the text before the next separator, which is taken from it. There is one more part than separators.
+// Removes and returns the part before the next separator. There is one more part than separators.
 std::optional<std::string_view> Next(std::optional<std::string_view>* text, char separator) {
   if (!*text) return std::nullopt;
   const size_t end = (*text)->find(separator);
@@ -74,12 +74,12 @@ bool Parse(std::string_view text, Captured* captured) {
   return true;
 }
 
-// Takes the instructions of a program one after the other.
+// Decodes the instructions of a program in order.
 class Decoder {
  public:
   Decoder(const std::vector<Captured>& captured, Program* program) : captured_(captured), program_(*program) {}
 
-  // Returns what is wrong with the next instruction.
+  // Adds an instruction. Returns an error, or an empty string.
   std::string Add(std::string_view text) {
     std::optional<std::string_view> rest = text;
     const std::string_view name = *Next(&rest, ',');
@@ -214,11 +214,11 @@ class Decoder {
   Program& program_;
 };
 
-// Gives every value of an entry a slot, from its instruction to the last that takes it. The cotangent, which decides
-// whether the result counts, keeps its own, and so does the tangent.
+// Gives every value of an entry a slot, from its instruction to its last use. The cotangent keeps its slot, because it
+// decides whether the result counts. So does the tangent.
 void AssignSlots(Program* program) {
   std::vector<Instruction>& instructions = program->instructions;
-  std::vector<size_t> last(instructions.size());  // 0 if there is none
+  std::vector<size_t> last(instructions.size());  // the last use; 0 if there is none
   for (size_t i = 0; i < instructions.size(); ++i) {
     for (int k = 0; k < instructions[i].count; ++k) last[instructions[i].operands[k]] = i;
   }
@@ -238,7 +238,7 @@ void AssignSlots(Program* program) {
     } else if (free.empty()) {
       instruction.slot = int16_t(program->slots++);
     } else {
-      // The slot of the score is the lowest, and is taken first: there the result goes.
+      // The score has the lowest slot. It is reused first, because the result must be there.
       const auto slot = std::min_element(free.begin(), free.end());
       instruction.slot = *slot;
       free.erase(slot);

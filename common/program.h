@@ -1,6 +1,6 @@
-// Score programs: straight-line programs of scalars that turn the score of an entry into another (score_mod), give the
-// gradient or the tangent of that (score_grad, score_tangent), or say whether an entry may be attended to (mask_mod).
-// They are part of a problem's text; docs/design/score-programs.md has their instructions.
+// Score programs: straight-line scalar programs. score_mod changes the score of an entry, score_grad and score_tangent
+// are its gradient and its tangent, and mask_mod decides whether an entry is visible. They are part of a problem's
+// text; docs/design/score-programs.md lists their instructions.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,7 @@
 
 namespace jax_flash {
 
-// The dtypes of arrays that a program may load from, CAPTURED(text, name, type, element): `type` is that of what is
-// loaded.
+// The dtypes of captured arrays, CAPTURED(text, name, type, element). `type` is the type of loaded values.
 #define JAX_FLASH_CAPTURED_DTYPES(CAPTURED) \
   CAPTURED("float16", F16, f, F16)          \
   CAPTURED("bfloat16", BF16, f, BF16)       \
@@ -35,41 +34,40 @@ enum class CapturedDType : uint8_t {
 };
 
 constexpr int kMaxCapturedRank = 8;     // dims of a captured array
-constexpr int kMaxInstructions = 4096;  // of a program
+constexpr int kMaxInstructions = 4096;  // in a program
 
 // An array that programs load from.
 struct Captured {
   CapturedDType dtype = {};
-  bool batch = false;     // is there one for each batch entry, or one that all share?
-  bool gradient = false;  // is its gradient asked for? (The backward only.)
+  bool batch = false;     // is there one for each batch entry, or one for all?
+  bool gradient = false;  // is its gradient requested? (backward only)
   int rank = 0;
   int64_t dims[kMaxCapturedRank] = {};
 
-  // How many elements the array of one batch entry has.
+  // The number of elements for one batch entry.
   int64_t size() const;
-  // The type of what `load` gives.
+  // The type of the values that `load` returns.
   Type type() const;
 };
 
-// Instruction::step of a value that does not grow by -1, 0 or 1 from key to key.
+// Instruction::step of a value that does not change by -1, 0 or 1 from key to key.
 constexpr int8_t kNoStep = 2;
 
 struct Instruction {
   Op op = {};
   Type type = Type::n;  // type of its value
-  // Whether its value differs from row to row, and from column to column: it is computed for as many as it needs.
+  // Does its value differ between rows, and between columns? It is computed once for all equal ones.
   bool rows = false, columns = false;
   bool of_score = false;  // does it depend on the score?
-  int8_t step = 0;        // how much an i grows from key to key
-  int16_t array = -1;     // number of the array of load and accumulate
-  int16_t count = 0;      // number of its operands
-  int16_t slot = -1;  // where the value of an entry is kept; slots of values that are no longer needed are used again
-  int16_t operands[kMaxCapturedRank + 1] =
-      {};  // numbers of instructions; those of load and accumulate begin with indices
+  int8_t step = 0;        // the increment of an i from key to key
+  int16_t array = -1;     // index of the array of load and accumulate
+  int16_t count = 0;      // number of operands
+  int16_t slot = -1;      // where the value of an entry is stored; slots are reused after the last use of their value
+  int16_t operands[kMaxCapturedRank + 1] = {};  // numbers of instructions; load and accumulate start with their indices
   double constant = 0;
 };
 
-// The slots of the inputs that are there for every entry.
+// The slots of inputs that every entry has.
 constexpr int kScoreSlot = 0, kDerivativeSlot = 1, kFirstFreeSlot = 2;
 
 enum class ProgramKind { kScoreMod, kScoreGrad, kScoreTangent, kMaskMod };
@@ -81,20 +79,19 @@ struct Program {
   int slots = kFirstFreeSlot;
 
   bool present() const { return !instructions.empty(); }
-  // Do what it gives, and what it adds to the gradients of captured arrays, depend on the score?
+  // Does the result, or an addition to the gradient of a captured array, depend on the score?
   bool ResultOfScore() const;
   bool GradientsOfScore() const;
-  // The instructions, without functions of the standard library, for the CPU kernels.
+  // The instructions and their number, without standard library functions, for the CPU kernels.
   const Instruction* data() const;
   int64_t size() const;
 };
 
-// Reads "none" or "float32:1:4x63:1,int32:b::0": dtype, whether it has a batch, dims, whether its gradient is asked
-// for.
+// Parses "none" or "float32:1:4x63:1,int32:b::0": dtype, whether it has a batch dim, dims, whether its gradient is
+// requested.
 bool Parse(std::string_view text, std::vector<Captured>* captured);
 
-// Reads the instructions of `program->text`, of a problem that has these arrays. Returns an empty string, or what is
-// wrong with them.
+// Decodes the instructions of `program->text`, for a problem with these arrays. Returns an error, or an empty string.
 std::string DecodeProgram(ProgramKind kind, const std::vector<Captured>& captured, Program* program);
 
 }  // namespace jax_flash

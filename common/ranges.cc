@@ -20,15 +20,15 @@ Range Whole(Type type) {
   }
 }
 
-// Gives NaN if either operand is NaN.
+// These return NaN if either operand is NaN.
 double Least(double x, double y) { return x < y || x != x ? x : y; }
 double Most(double x, double y) { return x > y || x != x ? x : y; }
 
-// Whether all values of one are all values of the other, and whether none is.
+// Same: do both ranges have a single, equal value? Apart: do they have no value in common?
 bool Same(Range x, Range y) { return x.low == y.high && x.high == y.low; }
 bool Apart(Range x, Range y) { return x.high < y.low || x.low > y.high; }
 
-// The range of a truth value that is always true, or never, or sometimes.
+// The range of a truth value: always true, never true, or neither.
 Range Truth(bool always, bool never) { return {double(always), double(!never)}; }
 
 }  // namespace
@@ -40,7 +40,7 @@ Range RangeBetween(Type type, double low, double high) {
   return low >= whole.low && high <= whole.high ? Range{low, high} : EveryValue(type);
 }
 
-// The labels of an operation on floats and on integers of either kind, and of one on integers alone.
+// Case labels for an operation on floats and both integer types, and for an operation on integers only.
 #define NUMBERS(op) Op::op##_f : case INTEGERS(op)
 #define INTEGERS(op) Op::op##_i : case Op::op##_u
 
@@ -48,7 +48,7 @@ template <typename A>
 Range RangeOf(const Instruction& instruction, const Range* operands) {
   const Type type = instruction.type;
   const Range x = operands[0], y = operands[instruction.count > 1 ? 1 : 0];
-  // Of a function that, whatever the other operand is, never falls or never rises with one: from one corner to another.
+  // For functions that are monotonic in each operand: the range of the values at the corners.
   const auto corners = [=](auto f) {
     if (x.low != x.low || y.low != y.low) return EveryValue(type);
     Range range = {INFINITY, -INFINITY};
@@ -163,7 +163,7 @@ Range RangeOf(const Instruction& instruction, const Range* operands) {
     case Op::cast_b_u:
       return corners([](double x, double) { return x; });
 
-    default:  // what is looked up among others
+    default:  // loaded values, among others
       break;
   }
   return EveryValue(type);

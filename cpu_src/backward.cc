@@ -1,5 +1,5 @@
-// The backward pass: Algorithm 4 of the paper. K and V are walked outside, so that dK and dV of a tile stay and are
-// written once; dQ is a sum that grows in memory. P is computed again from Q, K, l and m.
+// The backward pass: Algorithm 4 of the paper. The outer loop is over K and V, so dK and dV of a tile are written once.
+// dQ is accumulated in memory. P is recomputed from Q, K, l and m.
 #include "common/problem.h"
 #include "cpu_src/captured_gradient.h"
 #include "cpu_src/division.h"
@@ -14,8 +14,8 @@ namespace {
 
 template <typename A>
 struct Scratch {
-  Tile<A> k, k_transposed, v, v_transposed, dk, dv;  // what belongs to a tile of K and V
-  Tile<A> q, d_o, p, zp, ds;                         // what belongs to a tile of Q; zp is Z P
+  Tile<A> k, k_transposed, v, v_transposed, dk, dv;  // for a tile of K and V
+  Tile<A> q, d_o, p, zp, ds;                         // for a tile of Q; zp is Z P
   Trace<A> trace;
   Kept<A> kept;
   Programs<A> programs;
@@ -83,10 +83,10 @@ A* ComputeD(const Problem& p, const Operands& in, const Cotangents& given, const
   return d;
 }
 
-// Rows of S that are formed at a time: few, so that they stay in the L1 cache.
+// The number of rows of S that are processed at a time: few, so they stay in the L1 cache.
 constexpr int64_t kScoredRows = 8;
 
-// The inner steps on one sequence, in the scratch of one worker.
+// The inner steps for one sequence, with one worker's scratch.
 template <typename A>
 struct Backpropagation {
   const Problem& p;
@@ -120,7 +120,7 @@ struct Backpropagation {
   void LoadQueries(int64_t n, int64_t i0, int64_t rows) {
     LoadRows(HeadRows(in.query, p.dtype, b, i0, p.q_len, n, p.q_heads, p.qk_dim), rows, p.qk_dim, scale, scratch.q);
     LoadRows(HeadRows(given.d_o, p.dtype, b, i0, p.q_len, n, p.q_heads, p.v_dim), rows, p.v_dim, A(1), scratch.d_o);
-    // A row with nothing to attend to may hold NaN, and P = 0 times NaN would reach dK and dV.
+    // An empty row may contain NaN, and P = 0 times NaN would reach dK and dV.
     const A* const l = static_cast<const A*>(given.l) + (b * p.q_heads + n) * p.q_len + i0;
     for (int64_t r = 0; r < rows; ++r) {
       if (l[r] != 0) continue;
@@ -135,7 +135,7 @@ struct Backpropagation {
     // S = τ Q Kᵀ
     Multiply(AsIs(scratch.q), FromColumn(scratch.k_transposed, block.c0), s, block.rows, block.c1 - block.c0, p.qk_dim,
              Into::kNew);
-    // S, masked; P = exp(S - m) / l, 0 in a row that attends to nothing
+    // S, masked; P = exp(S - m) / l, or 0 in an empty row
     const int64_t statistics = (b * p.q_heads + n) * p.q_len + block.i0;
     for (int64_t r = 0; r < block.rows; ++r) {
       if (r % kScoredRows == 0) {
@@ -151,7 +151,7 @@ struct Backpropagation {
     scratch.kept.Apply(block, scratch.kept.scale, scratch.p, scratch.zp);
   }
 
-  // Computes dS, after P. If there is a score_mod, dS is the cotangent of the score that it is given.
+  // Computes dS, after P. With a score_mod, dS is the cotangent of its argument.
   void ComputeDS(const Block& block, int64_t n, const CapturedSums<A>* sums = nullptr) {
     const Tile<A> ds = scratch.ds;
     // dP = Z dO Vᵀ
@@ -169,7 +169,7 @@ struct Backpropagation {
     scores.ToBias(ds, block, n, scratch.trace, sums);
   }
 
-  // dbias <- dbias + dS, summed over what is broadcast.
+  // dbias <- dbias + dS, summed over broadcast dimensions.
   void AddToBias(const Block& block, Tile<A> dbias) const {
     for (int64_t r = 0; r < block.rows; ++r) {
       const A* ds = scratch.ds.row(r);
@@ -187,11 +187,11 @@ struct Backpropagation {
   }
 };
 
-// How many threads the work is divided for where the results must not depend on their number: enough for most machines,
-// and few enough that the partial sums stay small.
+// With deterministic=True, the work is divided for this number of threads on every machine. It is enough for most
+// machines, and keeps the partial sums small.
 constexpr int64_t kDeterministicThreads = 16;
 
-// The gradients of captured arrays may need this much memory for their copies.
+// The maximum memory for copies of the gradients of captured arrays.
 constexpr double kCopyBytes = double(int64_t(64) << 20);
 
 template <typename A>
@@ -204,19 +204,19 @@ Division Divide(const Problem& p, const Operands& in, const BackwardResults& out
   }
 }
 
-// dQ as a sum of parts.
+// dQ as a sum of partial results.
 template <typename A>
 class QueryGradient {
  public:
   QueryGradient(const Problem& p, void* dq, int64_t parts, Workers& workers) : p_(p), dq_(dq), parts_(parts) {
     if (!p.dq) return;
-    // The first part grows in the result itself where that has the accumulation dtype and whole vectors.
+    // The first part is accumulated in the result itself, if that has the accumulation dtype and whole vectors.
     in_place_ = p.output_dtype() == p.accumulation_dtype() && p.qk_dim % kLanes<A> == 0;
     const int64_t allocated = parts_ - in_place_;
     if (allocated) partials_ = reinterpret_cast<A*>(workers.Allocate(allocated * DQBytes<A>(p)));
   }
 
-  // A query head's dQ, from row i0 on.
+  // dQ of a query head, from row i0 on.
   Tile<A> Part(int64_t part, int64_t b, int64_t n, int64_t i0) const {
     if (in_place_ && part == 0) {
       return {static_cast<A*>(HeadRows(dq_, p_.output_dtype(), b, i0, p_.q_len, n, p_.q_heads, p_.qk_dim).data),
@@ -254,7 +254,7 @@ class QueryGradient {
   A* partials_ = nullptr;
 };
 
-// A head's dbias, from row i0 and column j0 on. Where rows, or columns, are broadcast it is always the same one.
+// dbias of a head, from row i0 and column j0 on. Broadcast rows, or columns, share one.
 template <typename A>
 Tile<A> BiasTile(const Problem& p, const BackwardResults& out, int64_t b, int64_t n, int64_t i0, int64_t j0) {
   const HeadOffset offset(p, p.score.bias, b, n);
@@ -266,8 +266,8 @@ void ZeroBias(const Problem& p, Tile<A> dbias, int64_t rows, int64_t columns) {
   Zero(dbias, p.score.bias.rows ? rows : 1, p.score.bias.columns ? columns : 1);
 }
 
-// Computes dQ, dK and dV, and dbias if that is done on the way, of a head of K and V with the query heads that share
-// it, or of one part of its tiles.
+// Computes dQ, dK and dV for a head of K and V and its group of query heads, or for one part of its tiles. Also
+// computes dbias if `division` fuses it.
 template <typename A>
 void BackwardHead(Backpropagation<A>& step, const Division& division, const QueryGradient<A>& dq,
                   const BackwardResults& out, const CapturedSums<A>* sums, int64_t head, int64_t part) {
@@ -283,7 +283,7 @@ void BackwardHead(Backpropagation<A>& step, const Division& division, const Quer
   for (int64_t column_tile = part; column_tile < column_tiles.count(); column_tile += division.parts) {
     const auto [j0, columns] = column_tiles[column_tile];
     step.LoadKeysAndValues(head, j0, columns);
-    // From here on K serves dQ = τ dX K only.
+    // From here on K is only used for dQ = τ dX K.
     for (int64_t r = 0; r < columns; ++r) {
       for (int64_t c = 0; c < p.qk_dim; ++c) scratch.k.row(r)[c] *= step.scale;
     }
@@ -353,8 +353,8 @@ void BackwardQKV(const Problem& p, const Operands& in, const Cotangents& given, 
   if (p.dq) dq.Sum(workers);
 }
 
-// dbias = dS, summed over what the bias is broadcast over: a pass of its own that computes P and dS once more. Each
-// unit owns a tile of dbias and sums all that goes into it in a fixed order, whatever is broadcast.
+// dbias = dS, summed over broadcast dimensions, in a separate pass that recomputes P and dS. Each unit owns a tile of
+// dbias, and sums its terms in a fixed order.
 template <typename A>
 void BackwardBias(const Problem& p, const Operands& in, const Cotangents& given, const BackwardResults& out, const A* d,
                   Workers& workers) {

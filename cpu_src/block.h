@@ -1,4 +1,4 @@
-// How S is divided into tiles, and what of a tile has to be computed.
+// The tiles of S, and the part of a tile that must be computed.
 #pragma once
 
 #include "common/problem.h"
@@ -6,13 +6,12 @@
 
 namespace jax_flash::JAX_FLASH_ISA {
 
-// Rows of Q and columns (rows of K and V) that a tile of S holds. Large enough that what is done once per row of a tile
-// costs little, small enough for all tiles of an inner step to stay in the L2 cache. Dropout decides 16 x 64 entries at
-// a time.
+// The rows and columns of a tile of S. Large tiles reduce the overhead per row and tile. But all tiles of an inner step
+// must fit into the L2 cache. Dropout generates 16 x 64 entries at a time.
 constexpr int64_t kTileRows = 48;
 constexpr int64_t kTileColumns = 256;
 
-// T or S in tiles of at most `tile`, none of which crosses the border of a block of a block mask.
+// Divides T or S into tiles of at most `tile`. No tile crosses the border of a block of a block mask.
 struct Tiling {
   int64_t size, block, tile;
 
@@ -22,7 +21,7 @@ struct Tiling {
 
   int64_t per_block() const { return (block + tile - 1) / tile; }
   int64_t count() const { return size / block * per_block() + (size % block + tile - 1) / tile; }
-  // The tile that a position is in.
+  // The tile that contains a position.
   int64_t Of(int64_t position) const { return position / block * per_block() + position % block / tile; }
   Range operator[](int64_t t) const {
     const int64_t first = t / per_block() * block, begin = first + t % per_block() * tile;
@@ -38,15 +37,14 @@ inline Tiling ColumnTiles(const Problem& p) {
           kTileColumns};
 }
 
-// The part of a tile of S that is worked on: rows i0 <= i < i0 + rows, and columns j0 + c0 <= j < j0 + c1, where c0 is
-// a whole number of vectors. `masked`: the mask operand hides some of it; `refused`:
-// mask_mod does.
+// The part of a tile of S that is computed: rows i0 <= i < i0 + rows, and columns j0 + c0 <= j < j0 + c1. c0 is a
+// multiple of the vector size. `masked`: the mask operand hides entries of it. `refused`: mask_mod does.
 struct Block {
   int64_t i0, rows, j0, c0, c1;
   bool masked = false, refused = false;
 
   bool empty() const { return rows <= 0 || c0 >= c1; }
-  // The part of it from row r on, of at most `count` rows.
+  // Its rows from r on, at most `count` of them.
   Block Rows(int64_t r, int64_t count) const { return {i0 + r, Min(count, rows - r), j0, c0, c1, masked, refused}; }
 };
 

@@ -1,5 +1,5 @@
-// The gradients of the arrays that score_mod loads from. Units of work that might add to the same entry have copies,
-// which are added up in a fixed order: so they are the same bits in every run.
+// Gradients of the arrays that score_mod loads from. Units of work that might add to the same entry have separate
+// copies, which are summed in a fixed order. So the gradients are bitwise reproducible.
 #pragma once
 
 #include "common/arrays.h"
@@ -10,8 +10,8 @@
 
 namespace jax_flash::JAX_FLASH_ISA {
 
-// Whether units of different batch entries, of different heads, and of different parts of the keys add to different
-// entries of an array.
+// Do units of different batch entries, of different heads, and of different parts of the keys add to disjoint entries
+// of an array?
 struct Apart {
   bool batch, heads, parts;
 
@@ -28,8 +28,9 @@ struct Apart {
   }
 
  private:
-  // The greatest size of a dim of the array that each accumulation indexes by this input itself; 0 if there is none.
-  // (In t[h, k] + t[k, h] the head indexes a dim of either, but not the same, and two heads add to the same entries.)
+  // The largest dim of the array that every accumulation indexes directly by this input; 0 if there is none. For
+  // example, in t[h, k] + t[k, h] the head indexes a dim of each term, but not the same dim, and two heads add to the
+  // same entries.
   static int64_t EveryIndexes(const Program& program, const Captured& captured, int array, Op input) {
     int64_t most = 0;
     for (int dim = 0; dim < captured.rank; ++dim) {
@@ -43,7 +44,7 @@ struct Apart {
     return most;
   }
 
-  // Whether the numbers increase, and so are different indices of a dim of this size.
+  // Do the numbers increase, and so are different indices of a dim of this size?
   static bool Increase(const int32_t* numbers, int64_t count, int64_t size) {
     for (int64_t i = 0; i < count; ++i) {
       if (numbers[i] < 0 || numbers[i] >= size || (i > 0 && numbers[i] <= numbers[i - 1])) return false;
@@ -55,7 +56,7 @@ struct Apart {
 template <typename A>
 class CapturedGradients {
  public:
-  // How many bytes the copies take that there are beside the results.
+  // The bytes of the copies, in addition to the results.
   static double Memory(const Problem& p, const Operands& in, const BackwardResults& out, const Division& division) {
     double bytes = 0;
     for (int i = 0; i < p.captured_count(); ++i) {
@@ -86,10 +87,10 @@ class CapturedGradients {
     });
   }
 
-  // Whether there are any gradients to compute.
+  // Are any gradients requested?
   bool asked() const { return asked_; }
 
-  // Where a unit adds the gradients of batch entry b.
+  // The destination of a unit's additions for batch entry b.
   CapturedSums<A> Sums(int64_t b, int64_t batch_unit, int64_t head_unit, int64_t part) const {
     CapturedSums<A> sums;
     for (int i = 0; i < p_.captured_count(); ++i) {
@@ -102,7 +103,7 @@ class CapturedGradients {
     return sums;
   }
 
-  // Makes the results, when all units are done.
+  // Computes the results after all units.
   void Sum(Workers& workers) const {
     ForEachSlice(workers, [this](int i, int64_t begin, int64_t size) {
       A* const sum = Copy(i, 0) + begin;
@@ -114,7 +115,7 @@ class CapturedGradients {
   }
 
  private:
-  // The first copy is the result; `memory` has the others. A unit's is given by its numbers.
+  // The first copy is the result; `memory` has the others. A unit's numbers determine its copy.
   struct Copies {
     int64_t copies = 0, batch_stride = 0, head_stride = 0, part_stride = 0;
     A* memory = nullptr;
@@ -129,7 +130,7 @@ class CapturedGradients {
     return copy == 0 ? static_cast<A*>(out_.captured[array]) : of_[array].memory + (copy - 1) * Elements(p_, array);
   }
 
-  // Calls f(array, begin, size) for parts of all arrays that have a gradient, on all threads.
+  // Calls f(array, begin, size) for slices of all requested gradients, on all threads.
   template <typename F>
   void ForEachSlice(Workers& workers, F f) const {
     constexpr int64_t kSlice = 1 << 16;

@@ -28,7 +28,7 @@ struct Kernels {
   void (*tangent)(const Problem&, const Operands&, const Tangents&, const TangentResults&, Workers&);
 };
 
-// The best that the processor has; JAX_FLASH_CPU_ISA names a lesser one, for tests.
+// The kernels for the best instruction set of this processor. JAX_FLASH_CPU_ISA selects another one, for tests.
 const Kernels& ChosenKernels() {
   static const Kernels chosen = [] {
     std::vector<Kernels> usable;

@@ -1,4 +1,4 @@
-// What `bindings.cc` hands to Python: the handlers of the custom calls for platform cpu.
+// Handlers of the custom calls for platform cpu, which `bindings.cc` passes to Python.
 #pragma once
 
 #include <string_view>

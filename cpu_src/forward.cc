@@ -46,7 +46,7 @@ struct Scratch {
   }
 };
 
-// Rows j0 <= j < j0 + columns of K or V, which may be in pages. Whatever the table says, they are some pages of there.
+// Rows j0 <= j < j0 + columns of K or V, which may be in pages. Invalid page numbers are clamped.
 template <typename A>
 void LoadKeys(const Problem& p, const Operands& in, const void* array, int64_t b, int64_t head, int64_t dim, int64_t j0,
               int64_t columns, Tile<A> to) {
@@ -62,7 +62,7 @@ void LoadKeys(const Problem& p, const Operands& in, const void* array, int64_t b
   }
 }
 
-// max_j S_ij of at most as many rows as a vector has lanes, with one row in each lane.
+// max_j S_ij of up to kLanes rows, with one row in each lane.
 template <typename A>
 Vec<A> RowMaxima(Tile<A> s, const Block& block) {
   constexpr int n = kLanes<A>;
@@ -78,12 +78,12 @@ Vec<A> RowMaxima(Tile<A> s, const Block& block) {
 }
 
 // m_new = max(m, rowmax(S)), P = exp(S - m_new), l <- e^{m - m_new} l + rowsum(P), O <- e^{m - m_new} O
-// of at most as many rows as a vector has lanes. P takes the place of S.
+// for up to kLanes rows. P replaces S.
 template <typename A>
 void OnlineSoftmax(Tile<A> s, const Block& block, int64_t v_dim, QueryTile<A>& query) {
   const int64_t first = block.i0 - query.at.i0;
   const Vec<A> m = Load(query.m + first), m_new = Max(m, RowMaxima(s, block));
-  // Where there is still nothing to attend to, S - m would be inf - inf.
+  // In a row without visible keys so far, S - m would be inf - inf.
   const Vec<A> shifts = m_new == -kInfinity<A> ? Vec<A>{} : m_new, rescales = Exp<A>(m - shifts);
   Store(query.m + first, m_new);
   for (int64_t r = 0; r < block.rows; ++r) {
@@ -101,7 +101,7 @@ void OnlineSoftmax(Tile<A> s, const Block& block, int64_t v_dim, QueryTile<A>& q
   }
 }
 
-// O <- scale O / l, where l is with the sink; writes O, l and m.
+// O <- scale O / l, where l includes the sink; writes O, l and m.
 template <typename A>
 void Finish(const Problem& p, const Operands& in, const ForwardResults& out, int64_t b, A scale,
             const QueryTile<A>& query) {
@@ -110,7 +110,7 @@ void Finish(const Problem& p, const Operands& in, const ForwardResults& out, int
   for (int64_t r = 0; r < rows; ++r) {
     A l = 0, m = query.m[r];
     for (int lane = 0; lane < kLanes<A>; ++lane) l += query.l.row(r)[lane];
-    // The maximum may have lost a NaN, the sum never does.
+    // The maximum may have lost a NaN; the sum has not.
     if (l != l && m != kInfinity<A>) m = l;
     const WithSink<A> sums(p, in, b, n, m, l);
     const A factor = scale * sums.alpha / sums.l;

@@ -3,10 +3,10 @@
 namespace jax_flash::JAX_FLASH_ISA {
 namespace {
 
-// Rows whose entries are computed at a time: few, so that their values stay in the L1 cache.
+// The number of rows that are computed at a time: few, so their values stay in the L1 cache.
 constexpr int64_t kProgramRows = 4;
 
-// Lane by lane, so that values of every type are as far apart as those of A.
+// Values of every type occupy a whole vector of A, so they have the same stride.
 template <typename A, Type type>
 typename Typed<A, type>::Vector Get(const char* from) {
   typename Typed<A, type>::Vector v;
@@ -25,7 +25,7 @@ typename Typed<A, type>::Vector Fill(typename Typed<A, type>::Element x) {
   return x - typename Typed<A, type>::Vector{};
 }
 
-// An element of an array as `load` gives it.
+// An element of an array as `load` returns it.
 template <typename A, Type type, typename S>
 typename Typed<A, type>::Element Element(S x) {
   if constexpr (type == Type::f) {
@@ -42,7 +42,8 @@ typename Typed<A, type>::Vector Collect(Of of) {
   return Get<A, type>(reinterpret_cast<const char*>(elements));
 }
 
-// From neighbouring entries to neighbouring columns and back: with a step of -1 the last entry is the first column's.
+// Converts between the order of entries and the order of columns. With a step of -1, the last entry belongs to the
+// first column.
 template <typename V>
 V InOrder(V run, int8_t step) {
   return step > 0 ? run : Reversed(run);
@@ -77,7 +78,7 @@ Interpreter<A>::Interpreter(const Problem& p, const Program& program, Carver* ca
 
 template <typename A>
 void Interpreter<A>::Begin(const Operands& in, int64_t b, int64_t n, int64_t offset, const Block& block) {
-  // What is the same as in the block before has been computed.
+  // Values that are equal to the previous block's are reused.
   const bool same_head = in_ == &in && b_ == b && n_ == n;
   const bool same_rows = same_head && block_.i0 == block.i0 && block_.rows == block.rows;
   const bool same_columns = same_head && block_.j0 == block.j0 && block_.c0 == block.c0 && block_.c1 == block.c1;
@@ -116,7 +117,7 @@ Range Interpreter<A>::Verdict() {
     const Instruction& x = instructions_[i];
     if (x.slot < 0) continue;
     Range operands[3] = {};
-    // Whatever the indices are, an array that is looked up here may hold anything.
+    // Indices are not analysed here, so an array load may return any value.
     for (int k = 0; k < x.count && x.array < 0; ++k) operands[k] = Known(x.operands[k]);
     ranges_[i] = RangeOf<A>(x, operands);
   }
@@ -163,7 +164,7 @@ typename Interpreter<A>::Place Interpreter<A>::PlaceOf(int64_t number) const {
   return {values_[number] + first_ * row_bytes, row_bytes, x.columns ? kVectorBytes : 0};
 }
 
-// A value of type R: f(row, vector).
+// Computes a value of type R: f(row, vector).
 template <typename A>
 template <Type R, typename F>
 inline void Interpreter<A>::Make(int64_t number, F f) {
@@ -175,7 +176,7 @@ inline void Interpreter<A>::Make(int64_t number, F f) {
   }
 }
 
-// A value of type R: f of the operands, of types X, Y and Z.
+// Computes a value of type R: f of operands of types X, Y and Z.
 template <typename A>
 template <Type R, Type X, Type Y, Type Z, typename F>
 inline void Interpreter<A>::Map(int64_t number, F f) {
@@ -237,7 +238,7 @@ void Interpreter<A>::Execute(int64_t number) {
   }
 }
 
-// --- ranges ---
+// --- Ranges ---
 
 template <typename A>
 Range Interpreter<A>::Known(int64_t number) const {
@@ -255,7 +256,7 @@ Range Interpreter<A>::Known(int64_t number) const {
   }
 }
 
-// The least and the most of a value that has been computed for all of the block.
+// The minimum and maximum of a value that has been computed for the whole block.
 template <typename A>
 template <Type R>
 Range Interpreter<A>::Extremes(int64_t number) const {
@@ -278,12 +279,12 @@ Range Interpreter<A>::Extremes(int64_t number) const {
     high = highs[lane] > high ? highs[lane] : high;
     zero += zeros[lane];
   }
-  // The bits of a truth value make it 0 or -1.
+  // Truth values are stored as 0 or -1.
   if (R == Type::b) return {-double(high), -double(low)};
   return RangeBetween(R, double(low + zero), double(high + zero));
 }
 
-// --- captured arrays ---
+// --- Captured arrays ---
 
 template <typename A>
 typename Interpreter<A>::Indices Interpreter<A>::IndicesOf(const Instruction& x) const {
@@ -304,7 +305,7 @@ typename Interpreter<A>::Indices Interpreter<A>::IndicesOf(const Instruction& x)
   return indices;
 }
 
-// The part of the place that comes from indices which are the same in all columns.
+// The part of an entry's offset from indices that are equal in all columns.
 template <typename A>
 int64_t Interpreter<A>::RowOffset(const Indices& indices, int64_t row) {
   int64_t offset = 0;
@@ -322,13 +323,13 @@ typename Interpreter<A>::Reach Interpreter<A>::ReachOf(const Indices& indices, i
   const auto& index = indices.index[indices.rank - 1];
   const int64_t first = Get<A, Type::i>(index.place.At(row, vector))[0], last = first + indices.step * (count - 1);
   const int64_t low = Min(first, last), high = Max(first, last);
-  if (low < INT32_MIN || high > INT32_MAX) return {Reach::kScattered, 0};  // it wraps around
+  if (low < INT32_MIN || high > INT32_MAX) return {Reach::kScattered, 0};  // wraps around
   if (low >= index.last) return {Reach::kSame, index.last};
   if (high <= 0) return {Reach::kSame, 0};
   return {low >= 0 && high <= index.last ? Reach::kRun : Reach::kScattered, low};
 }
 
-// The other part of the place, for each lane: what comes from indices that differ from column to column.
+// The remaining offset of each lane, from indices that differ between columns.
 template <typename A>
 void Interpreter<A>::Offsets(const Indices& indices, int64_t row, int64_t vector, int64_t* offsets) {
   for (int lane = 0; lane < kLanes<A>; ++lane) offsets[lane] = 0;
@@ -396,7 +397,8 @@ void Interpreter<A>::LoadArray(int64_t number) {
   }
 }
 
-// What is linear in the cotangent, but 0 where that is: even if the derivative there is NaN or infinite.
+// A value that is linear in the cotangent. It is 0 where the cotangent is 0, even if the derivative there is NaN or
+// infinite.
 template <typename A>
 Vec<A> Interpreter<A>::Cotangent(const Place& value, int64_t row, int64_t vector) const {
   const Vec<A> cotangent = Get<A, Type::f>(slots_[kDerivativeSlot].At(row, vector));
@@ -412,7 +414,7 @@ void Interpreter<A>::Accumulate(const Instruction& x) {
   const int64_t vectors = VectorsOf(x);
   for (int64_t r = 0; r < rows_; ++r) {
     A* const to = sums + RowOffset(indices, r);
-    // What goes to the same entry. The others may be another worker's: nothing is added to them, not even 0.
+    // The sum for one entry. Other entries may belong to another worker, so nothing is added to them, not even 0.
     Vec<A> sum = {};
     int64_t same = -1;
     const auto add_sum = [&] {
@@ -421,7 +423,7 @@ void Interpreter<A>::Accumulate(const Instruction& x) {
     };
     for (int64_t v = 0; v < vectors; ++v) {
       const Vec<A> term = Cotangent(value, r, v);
-      // Beyond the block's columns are entries of nobody, or of another worker.
+      // Entries beyond the block's columns do not exist, or belong to another worker.
       const int64_t lanes = Min(kLanes<A>, Width() - v * kLanes<A>);
       const Reach reach = indices.columns ? ReachOf(indices, r, v, kLanes<A>) : Reach{Reach::kSame, 0};
       if (lanes == kLanes<A> && reach.kind == Reach::kSame) {

@@ -1,6 +1,6 @@
-// Score programs (common/program.h) at work on blocks of S: instruction by instruction over a few rows, with the keys
-// in vector lanes, so that finding out what an instruction is costs little. What does not differ from row to row, or
-// from column to column, is computed once a block.
+// Evaluates score programs (common/program.h) on blocks of S. It runs instruction by instruction over a few rows, with
+// keys in vector lanes, so decoding an instruction costs little. Values that do not depend on the row, or on the
+// column, are computed once for each block.
 #pragma once
 
 #include "common/arrays.h"
@@ -12,14 +12,13 @@
 
 namespace jax_flash::JAX_FLASH_ISA {
 
-// Whether entries of a block may be attended to: that in row r and column c by data[r * row_stride + c *
-// column_stride].
+// The mask bytes of a block: the byte of row r and column c is data[r * row_stride + c * column_stride].
 struct MaskBytes {
   const uint8_t* data;
   int64_t row_stride, column_stride;
 };
 
-// Where gradients of the captured arrays are added up, of one batch entry; null where nobody asks for them.
+// The sums for the gradients of captured arrays, for one batch entry; null for gradients that are not requested.
 template <typename A>
 struct CapturedSums {
   A* of[kMaxCaptured] = {};
@@ -33,24 +32,24 @@ class Interpreter {
 
   bool present() const { return count_ > 0; }
 
-  // What is the same for several entries of a block of head n of batch entry b, whose row i is query i + offset,
-  // counted from its first key, as the operand origin says.
+  // Prepares the values that entries of a block share. The block belongs to head n of batch entry b. Its row i is query
+  // i + offset; positions count from the operand `origin`.
   void Begin(const Operands& in, int64_t b, int64_t n, int64_t offset, const Block& block);
-  // score_mod: S of some rows of it, from s_0 in its place.
+  // score_mod: replaces s_0 by S in some rows of the block.
   void Score(const Block& some, Tile<A> s);
-  // score_grad: ds_0 of all of it from s_0, which is overwritten, and dS, in its place; adds to the sums.
+  // score_grad: replaces dS by ds_0 in the whole block, given s_0, which it overwrites. Also adds to the sums.
   void Gradient(Tile<A> s, Tile<A> ds, const CapturedSums<A>* sums);
   // score_tangent: the tangent of S of all of it from s_0, which is overwritten, and the tangent of s_0, in its place.
   void Tangent(Tile<A> s, Tile<A> ds);
   // mask_mod: what it can say of the block's entries, as far as that follows from what several of them share.
   Range Verdict();
-  // It is asked entry by entry ...
+  // Evaluates mask_mod for every entry of the block, ...
   void Ask();
-  // ... and has said this of the rows from i0 on.
+  // ... and returns its results for the rows from i0 on.
   MaskBytes Mask(int64_t i0) const;
 
  private:
-  // Where a value is, and how far apart it is for the next row and vector of columns: 0 if it is the same.
+  // The location of a value, with its byte strides between rows and between vectors of columns: 0 if it is the same.
   struct Place {
     char* data;
     int64_t row_bytes, vector_bytes;
@@ -58,7 +57,7 @@ class Interpreter {
     char* At(int64_t row, int64_t vector) const { return data + row * row_bytes + vector * vector_bytes; }
   };
 
-  // The indices of a load or an accumulation, each with how far apart its entries are.
+  // The indices of a load or an accumulation, each with its stride.
   struct Indices {
     struct Index {
       Place place;
@@ -66,13 +65,13 @@ class Interpreter {
       bool columns;
     };
     int rank;
-    bool columns;  // whether they differ from column to column
-    int8_t step;   // 1 or -1 if they are neighbours, forwards or backwards, else 0
+    bool columns;  // do they differ between columns?
+    int8_t step;   // 1 or -1 if neighbouring columns have neighbouring entries, in this direction; else 0
     Index index[kMaxCapturedRank];
   };
 
-  // Of neighbouring columns: whether their entries are neighbours, or one and the same, beyond whose index all of
-  // theirs are, or anywhere; with the offset of the entry with the least index beside that of the row.
+  // The entries of neighbouring columns: consecutive (kRun), all equal (kSame), or anywhere (kScattered). `first` is
+  // the lowest offset, relative to the row's offset.
   struct Reach {
     enum { kRun, kSame, kScattered } kind;
     int64_t first;
@@ -83,7 +82,7 @@ class Interpreter {
   int64_t VectorsOf(const Instruction& x) const { return x.columns ? (Width() + kLanes<A> - 1) / kLanes<A> : 1; }
   int64_t Width() const { return block_.c1 - block_.c0; }
 
-  // The instructions whose values differ from row to row, and from column to column, or do not.
+  // Runs the instructions with values that depend on the row or not, and on the column or not.
   void Run(bool rows, bool columns);
   void RunEntries(int64_t first, int64_t rows, Tile<A> s, Tile<A> ds);
   void Execute(int64_t number);
@@ -98,7 +97,7 @@ class Interpreter {
   void Accumulate(const Instruction& x);
   void Result(const Instruction& x);
 
-  // What a value is in the block, if it has been computed; what it can be, if not.
+  // The range of a value in the block: exact if it has been computed, otherwise derived from its operands.
   Range Known(int64_t number) const;
   template <Type R>
   Range Extremes(int64_t number) const;
@@ -113,12 +112,12 @@ class Interpreter {
   const Instruction* instructions_ = nullptr;
   int64_t count_ = 0;
   ProgramKind kind_ = {};
-  char** values_ = nullptr;  // of instructions without a slot
+  char** values_ = nullptr;  // of values without a slot
   Place* slots_ = nullptr;
-  Range* ranges_ = nullptr;  // of instructions with a slot, of a mask_mod
+  Range* ranges_ = nullptr;  // of values with a slot, in a mask_mod
   uint8_t* bytes_ = nullptr;
 
-  // What is being worked on: rows first_ <= r < first_ + rows_ of a block.
+  // The rows first_ <= r < first_ + rows_ of a block, which are being computed.
   const Operands* in_ = nullptr;
   const CapturedSums<A>* sums_ = nullptr;
   int64_t b_ = 0, n_ = 0, offset_ = 0, first_key_ = 0;

@@ -1,4 +1,4 @@
-// Which entries of P dropout keeps.
+// The dropout mask.
 #pragma once
 
 #include "common/arrays.h"
@@ -8,7 +8,7 @@
 
 namespace jax_flash::JAX_FLASH_ISA {
 
-// Z: which entries of a tile dropout keeps. Without dropout that is all of them, and nothing is done.
+// Z: the entries of a tile that dropout keeps. Without dropout it is empty, and the functions do nothing.
 template <typename A>
 class Kept {
  public:
@@ -17,16 +17,16 @@ class Kept {
     if (threshold_) bits_ = carver->NewTile<uint16_t>(kTileRows, kTileColumns);
   }
 
-  // Where Z P goes: without dropout it is P, and stays where that is.
+  // The tile for Z P: without dropout it is P itself.
   Tile<A> NewProduct(Tile<A> p, Carver* carver) const {
     return threshold_ ? carver->NewTile<A>(kTileRows, kTileColumns) : p;
   }
 
-  // Draws Z of a block of head n of batch entry b. The random bits of an entry are in row i - i0, column j - j0 of
-  // `bits_`.
+  // Generates Z for a block of head n of batch entry b. The random bits of entry (i, j) are in row i - i0, column j -
+  // j0 of `bits_`.
   void Draw(const Operands& in, const Block& block, int64_t b, int64_t n) const {
     if (!threshold_) return;
-    // A lane is one Philox call, which decides two columns of each half of a 16 x 16 tile's rows and columns.
+    // Each lane computes one Philox call: two columns in each half of the rows and columns of a 16 x 16 tile.
     constexpr int kCalls = kVectorBytes / 4, kCallColumns = 4 * kCalls;
     const int64_t row0 = in.origin ? in.origin[0] : 0, column0 = in.origin ? in.origin[1] : 0;
     U32Vec lane;
@@ -46,7 +46,8 @@ class Kept {
     }
   }
 
-  // to = factor * from where an entry is kept, else 0. Without dropout they are the same tile and stay as they are.
+  // to = factor * from for kept entries, 0 for dropped ones. Without dropout both are the same tile, and nothing
+  // changes.
   void Apply(const Block& block, A factor, Tile<A> from, Tile<A> to) const {
     const int32_t threshold = threshold_;
     if (!threshold) return;

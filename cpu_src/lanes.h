@@ -1,5 +1,6 @@
-// The vocabulary of common/ops.h on vectors: a value of every type has as many lanes as a vector of the accumulation
-// dtype A. Functions are to a few units in the last place; those of the C library are computed lane by lane.
+// The functions of common/ops.h on vectors. Values of every type have the same number of lanes as a vector of the
+// accumulation dtype A. Errors are at most a few units in the last place. Functions of the C library are computed lane
+// by lane.
 #pragma once
 
 #include <type_traits>
@@ -16,7 +17,7 @@ struct Lanes {
   typedef float Single __attribute__((vector_size(4 * kLanes<A>)));
 };
 
-// What a type is as a vector and as an element. All bits of a truth value are set, or none.
+// The vector and the element of a type. A truth value has all bits set or none.
 template <typename A, Type type>
 struct Typed {
   using Element = std::conditional_t<type == Type::f, A, std::conditional_t<type == Type::u, uint32_t, int32_t>>;
@@ -27,11 +28,11 @@ struct Typed {
 
 template <typename V>
 using ElementOf = std::decay_t<decltype(std::declval<V&>()[0])>;
-// The accumulation dtype, of a vector of 32-bit integers.
+// The accumulation dtype for a vector of 32-bit integers.
 template <typename V>
 using FloatOf = std::conditional_t<sizeof(V) == kVectorBytes, float, double>;
 
-// Calls f for every lane. The lanes are in arrays, since loops over arrays become vector code where f is arithmetic.
+// Calls f for every lane. The lanes are in arrays, because compilers vectorize loops over arrays if f is arithmetic.
 template <typename V, typename F>
 inline V PerLane(V x, V y, F f) {
   constexpr int kCount = sizeof(V) / sizeof(ElementOf<V>);
@@ -47,9 +48,9 @@ inline V PerLane(V x, F f) {
   return PerLane(x, x, [f](ElementOf<V> a, ElementOf<V>) { return f(a); });
 }
 
-// --- truth values ---
+// --- Truth values ---
 
-// The truth values of a comparison of floats, whose result has the floats' size; and back.
+// Converts the result of a float comparison, which has the floats' size, to truth values, and the inverse.
 template <typename V>
 inline auto Truth(V comparison) {
   if constexpr (sizeof(comparison[0]) == 4) {
@@ -63,20 +64,20 @@ inline auto OfTruth(V truth) {
   return __builtin_convertvector(truth, IntVec<FloatOf<V>>);
 }
 
-// --- integers ---
+// --- Integers ---
 
 template <typename V>
 inline auto Bits(V x) {
   return BitCast<typename Lanes<FloatOf<V>>::Unsigned>(x);
 }
 
-// Integer division. By zero it gives -1, all of whose bits are set.
+// Integer division. Division by zero gives -1, with all bits set.
 template <typename V>
 inline V Quotient(V x, V y) {
   using T = ElementOf<V>;
   return PerLane(x, y, [](T a, T b) -> T {
     if (b == 0) return T(-1);
-    if (std::is_signed_v<T> && b == T(-1)) return T(0u - uint32_t(a));  // the least integer has no opposite
+    if (std::is_signed_v<T> && b == T(-1)) return T(0u - uint32_t(a));  // the lowest integer has no negation
     return a / b;
   });
 }
@@ -111,7 +112,7 @@ inline U CountLeadingZeros(U x) {
   return CountOnes(~x);
 }
 
-// --- from one type to another ---
+// --- Conversions ---
 
 template <typename V>
 inline auto ToFloats(V x) {
@@ -138,13 +139,13 @@ inline auto ToUnsigned(V x) {
   return integers;
 }
 
-// (By vectors: GCC 12 takes a double that becomes a float and a double again, lane by lane, for unchanged.)
+// By vectors: GCC 12 drops a conversion from double to float and back if it is done lane by lane.
 template <typename V>
 inline auto ToSingle(V x) {
   return __builtin_convertvector(x, typename Lanes<ElementOf<V>>::Single);
 }
 
-// x as floats, rounded to odd, so that a further rounding gives the same as it does for x itself.
+// Rounds x to floats, to odd. A second rounding then gives the same result as a single rounding of x.
 inline Vec<float> TowardsOdd(Vec<float> x) { return x; }
 inline auto TowardsOdd(Vec<double> x) {
   const auto nearest = ToSingle(x);
@@ -168,7 +169,7 @@ inline V RoundTo(V x) {
   }
 }
 
-// --- floats ---
+// --- Floats ---
 
 template <typename V>
 inline V Abs(V x) {
@@ -176,14 +177,14 @@ inline V Abs(V x) {
   return BitCast<V>(BitCast<Bits>(x) & ~BitCast<Bits>(-V{}));
 }
 
-// x, which is not negative, with the sign of another.
+// x, which is not negative, with the sign of `other`.
 template <typename V>
 inline V WithSign(V x, V other) {
   using Bits = IntVec<ElementOf<V>>;
   return BitCast<V>(BitCast<Bits>(x) | (BitCast<Bits>(other) & BitCast<Bits>(-V{})));
 }
 
-// Half to even: there are no fractions from 2^23, or 2^52, on.
+// Half to even. There are no fractions above 2^23, or 2^52.
 template <typename V>
 inline V RoundHalfEven(V x) {
   constexpr ElementOf<V> kWhole = sizeof(x[0]) == 4 ? 0x1p23 : 0x1p52;
@@ -203,7 +204,7 @@ inline V Floor(V x) {
   return even > x ? even - 1 : even;
 }
 
-// 2^n x, where 2^n alone may be no float.
+// 2^n x, where 2^n itself may overflow or underflow.
 template <typename A>
 inline Vec<A> Scale(Vec<A> x, IntVec<A> n) {
   constexpr int kBias = sizeof(A) == 4 ? 127 : 1023, kMantissa = sizeof(A) == 4 ? 23 : 52;
@@ -211,7 +212,7 @@ inline Vec<A> Scale(Vec<A> x, IntVec<A> n) {
   return x * BitCast<Vec<A>>((half + kBias) << kMantissa) * BitCast<Vec<A>>((n - half + kBias) << kMantissa);
 }
 
-// The integer that is nearest to x, as a float and as an integer.
+// The nearest integer to x, as a float and as an integer.
 template <typename A>
 struct Nearest {
   Vec<A> value;
@@ -225,7 +226,7 @@ struct Nearest {
   }
 };
 
-// Bounds x to where the exponential is already 0 or infinite.
+// Clamps x to the range in which the exponential is neither 0 nor infinite.
 template <typename V>
 inline V Within(V x, ElementOf<V> least, ElementOf<V> most) {
   x = x < least ? V{} + least : x;
@@ -281,7 +282,7 @@ inline V Log(V x) {
   constexpr A kLow = sizeof(A) == 4 ? A(9.0580006145e-06) : A(1.90821492927058770002e-10);
   constexpr A kSmallest = sizeof(A) == 4 ? A(0x1p-126) : A(0x1p-1022), kUp = sizeof(A) == 4 ? A(0x1p23) : A(0x1p52);
   const IntVec<A> subnormal = x < kSmallest;
-  // Differences of bits are unsigned: those of a small negative x, or of -0, are less than any signed integer.
+  // Differences of bits are unsigned: for a small negative x, or -0, they are below any signed integer.
   const UIntVec<A> bits = BitCast<UIntVec<A>>(subnormal ? x * kUp : x);
   const UIntVec<A> root = BitCast<UIntVec<A>>(Broadcast(A(0.707106781186547524)));
   // x = 2^n m, m between the roots of 1/2 and 2.
@@ -297,7 +298,7 @@ inline V Log(V x) {
 template <typename V>
 inline V Log1p(V x) {
   const V u = x + 1, log = Log(u);
-  const V rounded = (x - (u - 1)) / u;  // what u has lost of 1 + x
+  const V rounded = (x - (u - 1)) / u;  // the rounding error of 1 + x
   return ((u > 0) & (u < kInfinity<ElementOf<V>>)) ? log + rounded : log;
 }
 

@@ -1,4 +1,4 @@
-// From X = τQKᵀ to the scores S: soft cap, bias, programs and masks.
+// The scores S from X = τQKᵀ: soft cap, bias, programs and masks.
 #pragma once
 
 #include "common/arrays.h"
@@ -11,7 +11,7 @@
 
 namespace jax_flash::JAX_FLASH_ISA {
 
-// Where a [B, N, T, S] operand has row 0 of one head, and how far apart its rows and columns are: 0 if broadcast.
+// The offset of row 0 of one head in a [B, N, T, S] operand, and its strides; 0 if broadcast.
 struct HeadOffset {
   int64_t start, row_stride, column_stride;
 
@@ -64,14 +64,14 @@ class Scores {
                   p_.mask.ranges ? in_.rows_of_keys + b * p_.kv_len * 2 : nullptr};
   }
 
-  // The keys of a tile that are within the sequence's length. No block has others, and they are not read.
+  // The number of keys of a tile within the sequence's length. Later keys are in no block, and are not read.
   int64_t WithinLength(int64_t j0, int64_t columns) const { return Min(columns, positions_.kv_length - j0); }
 
-  // The keys that rows i0 <= i < i1 may attend to, as far as positions tell.
+  // The keys that rows i0 <= i < i1 may attend to, by positions only.
   KeyRange Keys(int64_t i0, int64_t i1) const { return AnyRowKeys(positions_, i0, i1); }
 
-  // The block of head n's rows i0 <= i < i0 + rows in the tile of columns j0 <= j < j0 + columns that has to be
-  // computed. The programs are prepared for it.
+  // The part that must be computed of rows i0 <= i < i0 + rows and columns j0 <= j < j0 + columns, for head n. Also
+  // prepares the programs for it.
   Block Visible(int64_t n, int64_t i0, int64_t rows, int64_t j0, int64_t columns) const {
     const KeyRange keys = Keys(i0, i0 + rows);
     Block block = {i0, rows, j0, Max(keys.lo - j0, 0) / kLanes<A> * kLanes<A>, Min(keys.hi - j0, columns)};
@@ -111,7 +111,8 @@ class Scores {
     ApplyPositions(s, block);
   }
 
-  // From dS to what the bias gets of it, in place: past score_mod, whose arrays' gradients are added to `sums`.
+  // Replaces dS by the cotangent of the biased score, which score_mod received. Adds gradients of captured arrays to
+  // `sums`.
   void ToBias(Tile<A> ds, const Block& block, int64_t n, const Trace<A>& trace, const CapturedSums<A>* sums) const {
     if (!programs_.score_grad.present()) return;
     programs_.score_grad.Begin(in_, b_, n, positions_.offset, block);
@@ -148,7 +149,7 @@ class Scores {
     return {double(low), double(high)};
   }
 
-  // Whether a row sees a column: between two rows' ranges may be others that none sees.
+  // Does any row see a column of the block? Between the ranges of two rows there may be columns that no row sees.
   bool RangesMeet(const Block& block) const {
     for (int64_t r = 0; r < block.rows; ++r) {
       const KeyRange keys = RowKeys(positions_, block.i0 + r);
@@ -157,7 +158,7 @@ class Scores {
     return false;
   }
 
-  // Whether the ranges of segment ids of the rows and of the columns overlap.
+  // Do the ranges of segment ids of the rows and of the columns overlap?
   bool SegmentsMeet(const Block& block) const {
     const Range rows = SegmentsOf(in_.query_segment_ids + b_ * p_.q_len + block.i0, block.rows);
     const Range columns =
@@ -170,7 +171,8 @@ class Scores {
     return {in_.mask + offset.At(block.i0, block.j0), offset.row_stride, offset.column_stride};
   }
 
-  // Leaves the columns, in whole vectors, that the mask shows to any row. Returns whether it hides any of what is left.
+  // Trims the block to the columns, in whole vectors, that the mask shows to any row. Returns whether it hides any
+  // entry of the rest.
   static bool TrimToMask(Block* block, const MaskBytes& mask) {
     // A broadcast dimension is read once.
     const int64_t rows = mask.row_stride ? block->rows : 1;
@@ -214,7 +216,7 @@ class Scores {
     ForEachBias(in_.bias, s, block, n, [](A score, A bias) { return score + bias; });
   }
 
-  // A bias of -inf masks, whatever score_mod has made of the sum.
+  // A bias of -inf masks the entry, whatever score_mod returns.
   void ApplyBiasMask(Tile<A> s, const Block& block, int64_t n) const {
     ForEachBias(in_.bias, s, block, n, [](A score, A bias) { return bias == -kInfinity<A> ? -kInfinity<A> : score; });
   }
@@ -263,7 +265,7 @@ class Scores {
     }
   }
 
-  // The number for the block of the block mask that row i, column j are in (common/blocks.h).
+  // The kind of the block that contains row i and column j (common/blocks.h).
   int32_t BlockKind(int64_t n, int64_t i, int64_t j) const {
     const Extent& extent = p_.mask.block_mask;
     const int64_t head = (extent.batch ? b_ * (extent.heads ? p_.q_heads : 1) : 0) + (extent.heads ? n : 0);
@@ -286,7 +288,7 @@ class Scores {
     }
   }
 
-  // -inf outside of each row's range, up to a whole vector.
+  // Sets entries outside each row's range to -inf, up to a whole vector.
   void ApplyPositions(Tile<A> s, const Block& block) const {
     const int64_t end = RoundUp(block.c1, kLanes<A>);
     const KeyRange every = EveryRowKeys(positions_, block.i0, block.i0 + block.rows);

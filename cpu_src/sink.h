@@ -6,14 +6,14 @@
 
 namespace jax_flash::JAX_FLASH_ISA {
 
-// m and l with the sink as one more score, so that P = exp(S - m) / l, where there is anything to attend to.
+// m and l with the sink as one more score. P = exp(S - m) / l unless the row is empty.
 template <typename A>
 struct WithSink {
   A m, l;
   A alpha = 1;  // exp(m without the sink - m)
   A sink = 0;   // P of the sink
 
-  // From m and l without it.
+  // Takes m and l without the sink.
   WithSink(const Problem& p, const Operands& in, int64_t b, int64_t n, A m, A l) : m(m), l(l) {
     if (!p.sinks.present || l == 0) return;
     const A z = static_cast<const A*>(in.sinks)[HeadOffset(p, p.sinks, b, n).At(0, 0)];
@@ -26,7 +26,7 @@ struct WithSink {
     sink = powers[1] / this->l;
   }
 
-  // By what factor exp(m) l has grown. (Where that is too large for the dtype all P are 0.)
+  // The growth of exp(m) l through the sink. If it overflows, all P are 0.
   A Growth(A l_without) const {
     constexpr A least = sizeof(A) == 8 ? A(0x1p-900) : A(0x1p-115);
     return sink == 0 ? 1 : l / (l_without * (alpha < least ? least : alpha));

@@ -1,5 +1,5 @@
-// Tiles: row-major matrices of the accumulation dtype in a worker's scratch, and what the algorithms do with whole
-// tiles. Rows are padded to whole vectors, and start an odd number of cache lines apart so that they do not alias.
+// Tiles: row-major matrices of the accumulation dtype in a worker's scratch, with functions on whole tiles. Rows are
+// padded to whole vectors. Their stride is an odd number of cache lines, to avoid aliasing.
 #pragma once
 
 #include <type_traits>
@@ -21,7 +21,7 @@ struct Tile {
   A* row(int64_t i) const { return data + i * stride; }
 };
 
-// Hands out aligned pieces of a block of memory. Without a block it only adds up how much is needed.
+// Allocates aligned arrays from a block of memory. Without memory it only counts bytes.
 class Carver {
  public:
   explicit Carver(char* memory) : memory_(memory) {}
@@ -47,7 +47,7 @@ class Carver {
   int64_t used_ = 0;
 };
 
-// Calls `f` with a null pointer to the type of the elements.
+// Calls `f` with a null pointer to the element type.
 template <typename F>
 inline void WithDType(DType dtype, F f) {
   switch (dtype) {
@@ -64,7 +64,7 @@ inline void WithDType(DType dtype, F f) {
   }
 }
 
-// Rows of an array in memory: where the first starts and how many elements apart they are.
+// Rows of an array in memory: the address of the first, and the stride in elements.
 struct Rows {
   void* data;
   int64_t stride;
@@ -138,7 +138,7 @@ inline Tile<A> FromRow(Tile<A> tile, int64_t r0) {
   return {tile.row(r0), tile.stride};
 }
 
-// The left operand of a product, read element by element: A, or Aᵀ with the strides exchanged.
+// The left operand of a product, which is read element by element: A, or Aᵀ with exchanged strides.
 template <typename A>
 struct Left {
   const A* data;
@@ -153,13 +153,13 @@ inline Left<A> Transposed(Tile<A> tile) {
   return {tile.data, 1, tile.stride};
 }
 
-// C[R rows, V vectors] (+)= A B as a sum of `depth` outer products in registers. C is added last: a sum of sums rounds
-// less than one long sum over all tiles.
+// C[R rows, V vectors] (+)= A B as a sum of `depth` outer products in registers. C is added last, because a sum of
+// partial sums has less rounding error than one long sum over all tiles.
 template <typename A, int R, int V>
 void MultiplyBlock(Left<A> left, Tile<A> right, A* c, int64_t c_stride, int64_t depth, bool accumulate) {
   const A* b = right.data;
   Vec<A> sum[R][V] = {};
-  // Three rows share a pointer: two of them are reached by an index of 1 or 2 strides.
+  // Three rows share a pointer: two of them use an index of 1 or 2 strides.
   constexpr int kPointers = (R + 2) / 3;
   const A* a[kPointers];
 #pragma GCC unroll 4
@@ -188,14 +188,14 @@ void MultiplyBlock(Left<A> left, Tile<A> right, A* c, int64_t c_stride, int64_t 
   }
 }
 
-// As many accumulators as registers hold beside a row of B and an element of A.
+// The number of accumulator rows that fit into registers, in addition to a row of B and an element of A.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kBlockRows = 12;
 #else
 constexpr int kBlockRows = 6;
 #endif
 
-// C (+)= A B for as many rows as blocks of R rows hold; returns how many. `columns` are at most two vectors.
+// C (+)= A B in blocks of R rows; returns the number of rows done. `columns` are at most two vectors.
 template <typename A, int R>
 inline int64_t MultiplyRows(Left<A> left, Tile<A> right, Tile<A> c, int64_t rows, int64_t columns, int64_t depth,
                             bool accumulate) {

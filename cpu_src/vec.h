@@ -1,8 +1,9 @@
-// Vectors of the accumulation dtype, as GCC/Clang vector extensions: the same source serves every instruction set.
+// Vectors of the accumulation dtype, by the vector extensions of GCC and Clang. The same source serves every
+// instruction set.
 //
-// Every file that includes this one is compiled once per instruction set, with JAX_FLASH_ISA as the namespace of all it
-// defines. It must not use inline functions with external linkage of anybody else (std containers, say): the linker
-// keeps one copy of those, which may be the one with instructions that this processor lacks.
+// Every file that includes this one is compiled once for each instruction set, with JAX_FLASH_ISA as the namespace of
+// its definitions. It must not use inline functions with external linkage from elsewhere, such as std containers: the
+// linker keeps one copy of them, which may have instructions that this processor lacks.
 #pragma once
 
 #include <cstdint>
@@ -44,7 +45,7 @@ struct VecTypes<double> {
 template <typename A>
 using Vec = typename VecTypes<A>::Vec;  // of floats or doubles
 template <typename A>
-using IntVec = typename VecTypes<A>::Int;  // of as many integers of the same size
+using IntVec = typename VecTypes<A>::Int;  // the same number of integers of the same size
 template <typename A>
 using UIntVec = typename VecTypes<A>::UInt;
 using U32Vec = UIntVec<float>;
@@ -69,7 +70,7 @@ inline void Store(A* p, Vec<A> v) {
 
 template <typename A>
 inline Vec<A> Broadcast(A x) {
-  return x - Vec<A>{};  // not x + 0, which turns -0 into 0 and therefore is no plain broadcast
+  return x - Vec<A>{};  // not x + 0, which turns -0 into 0
 }
 
 template <typename To, typename From>
@@ -80,13 +81,13 @@ inline To BitCast(From from) {
   return to;
 }
 
-// b where either is NaN.
+// Returns b if either is NaN.
 template <typename V>
 inline V Max(V a, V b) {
   return a > b ? a : b;
 }
 
-// Lanes I of a and b, which are numbered one after the other. (GCC has __builtin_shufflevector only from 12 on.)
+// Selects lanes I of a and b, numbered consecutively. GCC before 12 lacks __builtin_shufflevector.
 template <int... I, typename V>
 inline V Shuffle(V a, V b) {
 #if defined(__clang__)
@@ -96,7 +97,7 @@ inline V Shuffle(V a, V b) {
 #endif
 }
 
-// The last lane first.
+// Reverses the lanes.
 template <typename V, size_t... I>
 inline V Reversed(V x, std::index_sequence<I...>) {
   return Shuffle<(sizeof...(I) - 1 - I)...>(x, x);
@@ -176,8 +177,8 @@ inline Exponential<double> Exponentiate(Vec<double> x) {
   return {BitCast<Vec<double>>(BitCast<IntVec<double>>(t) << 52), ExpSeries(r), r};
 }
 
-// exp(x) for x <= 1, to 1-2 units in the last place (3 near the smallest float); what would be subnormal is 0. NaN
-// stays NaN.
+// exp(x) for x <= 1, to 1-2 units in the last place (3 near the smallest float). Subnormal results are flushed to 0.
+// NaN stays NaN.
 template <typename A>
 inline Vec<A> Exp(Vec<A> x) {
   const Exponential<A> e = Exponentiate(x);
@@ -185,23 +186,23 @@ inline Vec<A> Exp(Vec<A> x) {
   return x < smallest ? Vec<A>{} : (e.series * e.r + 1) * e.power;
 }
 
-// tanh(x) = (1 - exp(-2x)) / (1 + exp(-2x)) by exp - 1, so that no digits are lost near 0.
+// tanh(x) = (1 - exp(-2x)) / (1 + exp(-2x)), computed by exp - 1 to keep precision near 0.
 template <typename A>
 inline Vec<A> Tanh(Vec<A> x) {
   Vec<A> size = x < 0 ? -x : x;
-  size = size > 20 ? Vec<A>{} + 20 : size;  // where it has long been 1
+  size = size > 20 ? Vec<A>{} + 20 : size;  // tanh is 1 there
   const Exponential<A> e = Exponentiate(size * -2);
   const Vec<A> expm1 = e.series * e.r * e.power + (e.power - 1);
   const Vec<A> t = expm1 / (expm1 + 2);
   return x < 0 ? t : -t;
 }
 
-// The high and low halves of a * m: the even lanes and the odd lanes give 64-bit products.
+// The high and low halves of a * m, from 64-bit products of the even and the odd lanes.
 inline void MultiplyWide(U32Vec a, uint32_t m, U32Vec* high, U32Vec* low) {
   typedef uint64_t U64Vec __attribute__((vector_size(kVectorBytes)));
   const U64Vec wide = BitCast<U64Vec>(a);
 #if defined(__AVX512F__)
-  // (GCC 12 warns about its own _mm512_mul_epu32.)
+  // GCC 12 warns about its own _mm512_mul_epu32.
   const auto multiply = [m](U64Vec x) {
     return (U64Vec)_mm512_maskz_mul_epu32(0xFF, (__m512i)x, _mm512_set1_epi64(m));
   };
@@ -215,7 +216,7 @@ inline void MultiplyWide(U32Vec a, uint32_t m, U32Vec* high, U32Vec* low) {
   *low = BitCast<U32Vec>((even & 0xFFFFFFFFu) | (odd << 32));
 }
 
-// The 16-bit floats, and how all four dtypes are read as and rounded from the accumulation dtype A.
+// The 16-bit floats, and conversions of all four dtypes to and from the accumulation dtype A.
 struct F16 {
   uint16_t bits;
 };
@@ -223,13 +224,13 @@ struct BF16 {
   uint16_t bits;
 };
 
-// By integer and float operations that any vector unit has, so that loops over them become vector code.
+// Only integer and float operations that every vector unit has, so compilers vectorize loops over them.
 inline float ToFloat(BF16 x) { return BitCast<float>(uint32_t(x.bits) << 16); }
 inline float ToFloat(F16 x) {
   const uint32_t magnitude = x.bits & 0x7FFFu, sign = uint32_t(x.bits & 0x8000u) << 16;
   const uint32_t normal = (magnitude << 13) + 0x38000000u;  // from a bias of 15 to one of 127
   const uint32_t infinite = magnitude >= 0x7C00u ? 0x38000000u : 0u;
-  // A subnormal is the last bits of 0.5 + x. (XLA's threads take subnormal floats for 0, so they must not occur.)
+  // A subnormal is the last bits of 0.5 + x. XLA's threads flush subnormal floats to 0, so none may occur here.
   const uint32_t small = BitCast<uint32_t>(BitCast<float>(magnitude | 0x3F000000u) - 0.5f);
   return BitCast<float>((magnitude < 0x0400u ? small : normal + infinite) | sign);
 }
@@ -260,7 +261,7 @@ inline void From(float x, BF16* to) {
 }
 inline void From(float x, F16* to) {
   const uint32_t bits = BitCast<uint32_t>(x), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
-  // Subnormal: adding 0.5 puts the rounding where the last bit of a half is.
+  // Subnormal: adding 0.5 rounds at the last bit of a half.
   const uint32_t small = BitCast<uint32_t>(BitCast<float>(magnitude) + 0.5f) - 0x3F000000u;
   const uint32_t normal = (magnitude + 0xFFFu + (magnitude >> 13 & 1u) - 0x38000000u) >> 13;
   const uint32_t finite = magnitude < 0x38800000u ? small : normal;

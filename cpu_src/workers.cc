@@ -18,9 +18,9 @@ char* Workers::Allocate(int64_t bytes) {
   return allocated_.back().get();
 }
 
-// The calling thread takes units itself and waits only for units that another thread has begun, never for a task to
-// start: all threads of the pool may be callers that wait like this one. A task that starts after the last unit was
-// taken finds none; it outlives the call, and shares nothing but `Loop` with it.
+// The calling thread takes units itself. It waits only for units that another thread has started, never for a task to
+// start, because all threads of the pool may be callers that wait. A task that starts after the last unit finds none.
+// It may outlive the call, and shares only `Loop` with it.
 void Workers::Run(int64_t units, int64_t scratch_bytes, Body body, void* context) {
   struct Loop {
     std::atomic<int64_t> next{0}, workers{0};
@@ -45,7 +45,7 @@ void Workers::Run(int64_t units, int64_t scratch_bytes, Body body, void* context
   try {
     for (int64_t i = 1; i < threads; ++i) schedule_(work);
   } catch (const std::bad_alloc&) {
-    // Then with fewer threads: those that were scheduled may already be at work on the scratch.
+    // Continue with fewer threads: scheduled tasks may already use the scratch.
   }
   work();
   std::unique_lock<std::mutex> lock(loop->mutex);

@@ -1,4 +1,4 @@
-// How the kernels use threads: a loop whose independent units are handed out to whoever is free.
+// A parallel loop: free threads take independent units of work.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace jax_flash {
 
 class Workers {
  public:
-  // `schedule` runs a task on another thread, at some time or other. `threads` counts the calling one.
+  // `schedule` runs a task on another thread, at any later time. `threads` includes the calling thread.
   Workers(int64_t threads, std::function<void(std::function<void()>)> schedule)
       : threads_(threads < 1 ? 1 : threads), schedule_(std::move(schedule)) {}
 
@@ -19,7 +19,7 @@ class Workers {
   // Memory for this call, aligned to cache lines.
   char* Allocate(int64_t bytes);
 
-  // Calls f(unit, scratch) for 0 <= unit < units; each thread has `scratch_bytes` of its own.
+  // Calls f(unit, scratch) for 0 <= unit < units. Each thread has `scratch_bytes` of scratch.
   template <typename F>
   void For(int64_t units, int64_t scratch_bytes, F f) {
     Run(units, scratch_bytes, [](void* f, int64_t unit, char* scratch) { (*static_cast<F*>(f))(unit, scratch); }, &f);

@@ -16,7 +16,7 @@ namespace jax_flash::hopper::backward::pairs {
 
 // The warpgroup for S, P and dV of 64 keys.
 struct ConsumerOfP : Epilogue {
-  static constexpr int kRegisters = Tuning::kBehind ? 208 : 240;
+  static constexpr int kRegisters = Tuning::kDelayedDQ ? 208 : 240;
   const int rank = Uniform(ClusterRank());
   float dV[kVDim / 2];
   uint32_t K[kHalfSteps][4];  // columns that only S needs, as left operands
@@ -93,10 +93,10 @@ struct ConsumerOfP : Epilogue {
 
 // The warpgroup for dP, dS and dK of 64 keys, and half the columns of dQ.
 struct ConsumerOfDS : Epilogue {
-  static constexpr int kRegisters = Tuning::kBehind ? 256 : 224;
+  static constexpr int kRegisters = Tuning::kDelayedDQ ? 256 : 224;
   Ring<kDSBuffers> ds_at;  // the buffers of the next dS
   float dK[kQKDim / 2], dQ[kHalfColumns / 2];
-  int row_block;  // with Tuning::kBehind: the row block of the previous step
+  int row_block;  // with Tuning::kDelayedDQ: the row block of the previous step
 
   using Epilogue::Epilogue;
 
@@ -107,7 +107,7 @@ struct ConsumerOfDS : Epilogue {
     const KVTile& tile = TileHere();
     if (Uniform(tile.steps) > 0) {
       if (kDS) BarrierArrive(kPRead, 2 * kWarpgroup);  // the other warpgroup may write P
-      if constexpr (Tuning::kBehind) {
+      if constexpr (Tuning::kDelayedDQ) {
         if (ComputeStepBehind<true>(tile)) {
           while (ComputeStepBehind<false>(tile)) continue;
         }
@@ -173,7 +173,7 @@ struct ConsumerOfDS : Epilogue {
     return !step.last;
   }
 
-  // With Tuning::kBehind: dQ of the last step.
+  // With Tuning::kDelayedDQ: dQ of the last step.
   __device__ __forceinline__ void ComputeLastDQ() {
     IssueDQ();
     FinishDQ();

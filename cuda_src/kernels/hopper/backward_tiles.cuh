@@ -34,7 +34,7 @@ using SharedDS = SharedTile<kRows, Boxes(kKeys)>;
 constexpr int kTransposers = kTF32 ? 3 : 0;  // warps of the producer's warpgroup
 constexpr int kDSBytes = kRows * kKeys * kElementBytes;
 // With kPairs: buffers for the dS of both CTAs.
-constexpr int kDSBuffers = Tuning::kBehind ? 2 : 1;
+constexpr int kDSBuffers = Tuning::kDelayedDQ ? 2 : 1;
 constexpr int kDOReaders = kTF32SameKeys ? 4 : 4 * kConsumers;   // warps that read dO; the same number reads dO^T
 constexpr int kQTransposers = kTF32SameKeys ? 0 : kTransposers;  // if 0, the consumer warpgroup transposes Q
 

@@ -41,8 +41,8 @@ struct Scratch {
   }
 };
 
-// Writes D_i = dO_i · O_i - dlogsumexp_i as [B, N, T] (the logsumexp has no sink), and what each row adds to other
-// gradients.
+// Writes D_i = dO_i · O_i - dlogsumexp_i as [B, N, T], where the logsumexp excludes the sink. Also writes each row's
+// contributions to other gradients.
 template <typename A>
 A* ComputeD(const Problem& p, const Operands& in, const Cotangents& given, const BackwardResults& out,
             Workers& workers) {
@@ -67,7 +67,7 @@ A* ComputeD(const Problem& p, const Operands& in, const Cotangents& given, const
       const int64_t row = head * p.q_len + i0 + r;
       const A l = static_cast<const A*>(given.l)[row];
       const WithSink<A> with_sink(p, in, b, n, static_cast<const A*>(given.m)[row], l);
-      if (l == 0) {  // nothing to attend to: the cotangents may be NaN
+      if (l == 0) {  // an empty row: its cotangents may be NaN
         d[row] = 0;
         with_sink.StoreGradient(p, out, row, 0);
         continue;

@@ -1,5 +1,5 @@
-// The custom calls for platform cpu: check the buffers against the problem, choose the kernels that this processor
-// can run, run them on XLA's threads.
+// The custom calls for platform cpu. They check the buffers against the problem, choose the kernels for this processor,
+// and run them on XLA's threads.
 #include "cpu_src/custom_calls.h"
 
 #include <cstdlib>
@@ -90,7 +90,7 @@ ffi::Error RunTangent(ffi::ThreadPool& pool, const Problem& p, Buffers& buffers)
   return ffi::Error::Success();
 }
 
-// A handler with all that can go wrong turned into an error.
+// A handler that converts exceptions into errors.
 template <ffi::Error (*run)(ffi::ThreadPool&, const Problem&, Buffers&)>
 ffi::Error Handle(ffi::ThreadPool pool, std::string_view text, ffi::RemainingArgs args, ffi::RemainingRets rets) try {
   Problem problem;

@@ -1,5 +1,5 @@
-// The forward pass: Algorithm 2 of the paper, with its two loops exchanged (FlashAttention-2), so that a tile of Q
-// stays and O, l and m are written once.
+// The forward pass: Algorithm 2 of the paper with its two loops exchanged (FlashAttention-2). A tile of Q is kept, so
+// O, l and m are written once.
 #include "common/problem.h"
 #include "cpu_src/kept.h"
 #include "cpu_src/kernels.h"
@@ -11,12 +11,12 @@
 namespace jax_flash::JAX_FLASH_ISA {
 namespace {
 
-// A tile of Q with what is computed for it: O, and of each row the maximum and the sum so far.
+// A tile of Q and its running results: O, and the maximum and sum of each row.
 template <typename A>
 struct QueryTile {
   Tile<A> q, o;
   A* m;
-  Tile<A> l;  // a sum for each lane: they are added up at the end
+  Tile<A> l;  // a sum for each lane; Finish adds the lanes
   RowTile at;
 };
 
@@ -153,13 +153,13 @@ void Forward(const Problem& p, const Operands& in, const ForwardResults& out, Wo
       // S = τ Q Kᵀ
       Multiply(AsIs(query.q), FromColumn(scratch.k_transposed, block.c0), FromColumn(scratch.s, block.c0),
                query.at.rows, width, p.qk_dim, Into::kNew);
-      // S is masked, then P, l and m: of few rows at a time, which stay in the L1 cache.
+      // Masks S, then computes P, l and m, for few rows at a time. They stay in the L1 cache.
       for (int64_t r = 0; r < block.rows; r += kLanes<A>) {
         const Block some = block.Rows(r, kLanes<A>);
         scores.FromProducts(FromRow(scratch.s, r), some, n);
         OnlineSoftmax(FromRow(scratch.s, r), some, p.v_dim, query);
       }
-      // O <- O + Z P V, but for the scale of Z
+      // O <- O + Z P V, without the scale of Z
       scratch.kept.Draw(in, block, b, n);
       scratch.kept.Apply(block, A(1), scratch.s, scratch.s);
       Multiply(AsIs(FromColumn(scratch.s, block.c0)), FromRow(scratch.v, block.c0), query.o, query.at.rows, p.v_dim,

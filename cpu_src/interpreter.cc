@@ -195,7 +195,7 @@ void Interpreter<A>::Execute(int64_t number) {
     case Op::score:
     case Op::cotangent:
     case Op::tangent:
-      break;  // where they are
+      break;  // they are in slots
     case Op::batch:
       return Make<Type::i>(number, fill(Fill<A, Type::i>(in_->program_batch[b_])));
     case Op::head:

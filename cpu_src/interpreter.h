@@ -39,9 +39,9 @@ class Interpreter {
   void Score(const Block& some, Tile<A> s);
   // score_grad: replaces dS by ds_0 in the whole block, given s_0, which it overwrites. Also adds to the sums.
   void Gradient(Tile<A> s, Tile<A> ds, const CapturedSums<A>* sums);
-  // score_tangent: the tangent of S of all of it from s_0, which is overwritten, and the tangent of s_0, in its place.
+  // score_tangent: replaces the tangent of s_0 by the tangent of S in the whole block, given s_0, which it overwrites.
   void Tangent(Tile<A> s, Tile<A> ds);
-  // mask_mod: what it can say of the block's entries, as far as that follows from what several of them share.
+  // mask_mod: a range of its results in the block, from values that entries share.
   Range Verdict();
   // Evaluates mask_mod for every entry of the block, ...
   void Ask();

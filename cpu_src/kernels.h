@@ -1,4 +1,4 @@
-// The passes, compiled once per instruction set.
+// The passes, compiled once for each instruction set.
 #pragma once
 
 #include "common/arrays.h"

@@ -27,7 +27,7 @@ struct HeadOffset {
   int64_t At(int64_t i, int64_t j) const { return start + i * row_stride + j * column_stride; }
 };
 
-// What derivatives need of the way from X to S: dC/dX = 1 - (C / cap)^2, and what score_mod was given.
+// Values from the forward that derivatives need: dC/dX = 1 - (C / cap)^2, and the argument of score_mod.
 template <typename A>
 struct Trace {
   Tile<A> slope = {}, given = {};
@@ -119,7 +119,7 @@ class Scores {
     programs_.score_grad.Gradient(trace.given, ds, sums);
   }
 
-  // The tangent of S from that of X, in place, with the trace of S. Of masked entries it may be anything.
+  // Replaces the tangent of X by the tangent of S, with the trace of S. Masked entries may have any values.
   void TangentFromProducts(Tile<A> ds, const Block& block, int64_t n, const Trace<A>& trace,
                            const Tangents& given) const {
     ToProducts(ds, block, trace);  // the soft cap: its own transpose
@@ -131,7 +131,7 @@ class Scores {
     programs_.score_tangent.Tangent(trace.given, ds);
   }
 
-  // From there to dX, in place: past the soft cap.
+  // Then replaces it by dX, through the soft cap.
   void ToProducts(Tile<A> ds, const Block& block, const Trace<A>& trace) const {
     if (!trace.slope.data) return;
     for (int64_t r = 0; r < block.rows; ++r) {
@@ -221,7 +221,7 @@ class Scores {
     ForEachBias(in_.bias, s, block, n, [](A score, A bias) { return bias == -kInfinity<A> ? -kInfinity<A> : score; });
   }
 
-  // Replaces each score by f(score, bias), where the array has the shape and the dtype of the bias.
+  // Replaces each score by f(score, bias). The array has the shape and the dtype of the bias.
   template <typename F>
   void ForEachBias(const void* array, Tile<A> s, const Block& block, int64_t n, F f) const {
     const HeadOffset offset(p_, p_.score.bias, b_, n);

@@ -1,9 +1,8 @@
-// The tangent of the forward, along tangents of its operands: with the tangent Ṡ of the scores, and
-// μ_i = Σ_j P_ij Ṡ_ij, it is Ȯ = (Z∘P∘Ṡ) V + (Z∘P) V̇ - μ∘O. P is computed again from Q, K, l and m. The loops are those
-// of the forward.
+// The tangent of the forward, along tangents of its operands. With the tangent Ṡ of the scores and μ_i = Σ_j P_ij Ṡ_ij,
+// it is Ȯ = (Z∘P∘Ṡ) V + (Z∘P) V̇ - μ∘O. P is recomputed from Q, K, l and m. The loops are as in the forward.
 //
-// O does not change if one number is added to all Ṡ of a row. So a reference near μ is subtracted from Ṡ. Otherwise a
-// large, nearly constant Ṡ would leave the difference of large numbers.
+// O does not change if the same number is added to all Ṡ of a row. So a reference near μ is subtracted from Ṡ.
+// Otherwise a large, nearly constant Ṡ would give the difference of two large numbers.
 #include "common/problem.h"
 #include "cpu_src/kept.h"
 #include "cpu_src/kernels.h"
@@ -15,23 +14,23 @@
 namespace jax_flash::JAX_FLASH_ISA {
 namespace {
 
-// Rows of S that are formed at a time: few, so that they stay in the L1 cache.
+// The number of rows of S that are processed at a time: few, so they stay in the L1 cache.
 constexpr int64_t kScoredRows = 8;
 
-// A tile of Q with what is computed for it. P is not divided by l yet.
+// A tile of Q and its running results. P is not divided by l yet.
 template <typename A>
 struct QueryTile {
-  Tile<A> q;       // Q̇ and Q one after the other: Ṡ = τ [Q̇ Q] [K K̇]ᵀ is one product
+  Tile<A> q;       // Q̇ and Q, concatenated: Ṡ = τ [Q̇ Q] [K K̇]ᵀ is one product
   Tile<A> a;       // Σ_j Z P (Ṡ - reference) V + Z P V̇
-  Tile<A> o = {};  // Σ_j Z P V, where the O that is given is rounded: a large μ multiplies the error
+  Tile<A> o = {};  // Σ_j Z P V, if the given O is rounded: a large μ multiplies the error
   Tile<A> mu;      // Σ_j P (Ṡ - reference), a sum for each lane
   A* m;
   A* reference;
-  bool* referred;  // whether the row has a reference yet
+  bool* referred;  // does the row have a reference yet?
   RowTile at;
 };
 
-// Is the product Z P V computed again?
+// Is the product Z P V recomputed?
 bool ComputesO(const Problem& p) { return p.scores_move() && BytesOf(p.output_dtype()) == 2; }
 
 template <typename A>
@@ -68,7 +67,7 @@ struct Scratch {
   }
 };
 
-// The inner steps on one sequence, in the scratch of one worker.
+// The inner steps for one sequence, with one worker's scratch.
 template <typename A>
 struct Pass {
   const Problem& p;
@@ -106,7 +105,7 @@ struct Pass {
       query.m[r] = m == -kInfinity<A> ? 0 : m;
       query.reference[r] = 0;
       query.referred[r] = false;
-      // A row with nothing to attend to may hold NaN.
+      // An empty row may contain NaN.
       if (static_cast<const A*>(given.l)[row] == 0) Zero(FromRow(query.q, r), 1, query.q.stride);
     }
   }
@@ -125,7 +124,7 @@ struct Pass {
     if (p.value_tangent) LoadRows(rows(given.value_tangent, p.v_dim), columns, p.v_dim, A(1), scratch.v_tangent);
   }
 
-  // S = τ Q Kᵀ and the tangent of that, both without what happens to scores.
+  // S = τ Q Kᵀ and its tangent, both before soft cap, bias and programs.
   void Products(const QueryTile<A>& query, const Block& block) const {
     const int64_t width = block.c1 - block.c0, dim = p.qk_dim;
     const Tile<A> keys = FromColumn(scratch.keys, block.c0);
@@ -137,7 +136,7 @@ struct Pass {
     Multiply(AsIs(FromColumn(query.q, first)), FromRow(keys, first), to, block.rows, width, last - first, Into::kNew);
   }
 
-  // P in the place of S, and P (Ṡ - reference) in the place of Ṡ; adds the latter to μ.
+  // Replaces S by P, and Ṡ by P (Ṡ - reference). Adds the latter to μ.
   void Weights(QueryTile<A>& query, const Block& block) const {
     for (int64_t r = 0; r < block.rows; r += kScoredRows) {
       scores.FromProducts(FromRow(scratch.s, r), block.Rows(r, kScoredRows), query.at.n, scratch.trace.FromRow(r));
@@ -154,7 +153,7 @@ struct Pass {
       Vec<A> sum = Load(query.mu.row(r));
       for (int64_t c = block.c0; c < block.c1; c += kLanes<A>) {
         const Vec<A> weight = Load(s + c);
-        // Ṡ of an entry that is not attended to may be NaN.
+        // Ṡ of a masked entry may be NaN.
         const Vec<A> product = weight == 0 ? Vec<A>{} : weight * (Load(s_tangent + c) - reference);
         Store(s_tangent + c, product);
         sum += product;
@@ -163,7 +162,7 @@ struct Pass {
     }
   }
 
-  // The reference of a row is the mean of Ṡ in its first tile where P is not 0.
+  // The reference of a row is the mean of Ṡ in the first tile in which P is not 0.
   void Refer(QueryTile<A>& query, int64_t r, const Block& block) const {
     Vec<A> weights = {}, products = {};
     for (int64_t c = block.c0; c < block.c1; c += kLanes<A>) {
@@ -196,13 +195,13 @@ struct Pass {
     if (query.o.data) add(scratch.s, scratch.v, query.o);
   }
 
-  // Ȯ = (Z∘P∘Ṡ) V + (Z∘P) V̇ - μ∘O, where μ has the sink; the tangent of l does not have it.
+  // Ȯ = (Z∘P∘Ṡ) V + (Z∘P) V̇ - μ∘O, where μ includes the sink; the tangent of l excludes it.
   void Finish(const QueryTile<A>& query, const TangentResults& out) const {
     const auto [n, i0, rows] = query.at;
     const auto rows_of = [&](const void* array) {
       return HeadRows(array, p.output_dtype(), b, i0, p.q_len, n, p.q_heads, p.v_dim);
     };
-    const Tile<A> o = query.o.data ? query.o : FromColumn(scratch.v, 0);  // V is not needed any more
+    const Tile<A> o = query.o.data ? query.o : FromColumn(scratch.v, 0);  // V is no longer needed
     if (!query.o.data) LoadRows(rows_of(given.o), rows, p.v_dim, A(1), o);
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t row = Statistics(query.at) + r;

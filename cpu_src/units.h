@@ -1,4 +1,4 @@
-// Units of work of the passes that keep rows: a few tiles of Q that share each tile of K and V.
+// Units of work of the passes that keep tiles of Q: a few tiles of Q that share each tile of K and V.
 #pragma once
 
 #include "common/problem.h"
@@ -8,16 +8,16 @@
 
 namespace jax_flash::JAX_FLASH_ISA {
 
-// Rows of Q that a unit aims at: enough to pay for preparing tiles of K and V.
+// The target number of query rows of a unit: enough to amortize the preparation of tiles of K and V.
 constexpr int64_t kUnitRows = 288;
-constexpr int64_t kUnitTiles = 8;  // tiles of a unit, at most
+constexpr int64_t kUnitTiles = 8;  // the maximum number of tiles of a unit
 
 // Rows i0 <= i < i0 + rows of query head n.
 struct RowTile {
   int64_t n, i0, rows;
 };
 
-// The row tiles of the heads that share K and V, so that those with the same rows are neighbours, divided into units.
+// The q tiles of all heads that share K and V, divided into units. Tiles with the same rows are adjacent.
 struct Units {
   const Problem& p;
   const Tiling row_tiles;
@@ -28,7 +28,7 @@ struct Units {
         row_tiles(RowTiles(p)),
         tiles(row_tiles.count() * p.group()),
         tile_rows(Min(kTileRows, p.q_len)),
-        // Fewer tiles a unit where there would not be enough units for all threads.
+        // Fewer tiles for each unit if there would not be enough units for all threads.
         unit_tiles(tile_rows == 0 ? 1
                                   : Max(1, Min(Min(kUnitRows / tile_rows, kUnitTiles),
                                                p.batch * p.kv_heads * tiles / (4 * threads)))),
@@ -40,7 +40,7 @@ struct Units {
     int64_t b, head, first, count;
   };
 
-  // The last rows first: under a causal mask they have most to do.
+  // The last rows come first, because they have the most work under a causal mask.
   Unit operator[](int64_t index) const {
     const int64_t first = (units - 1 - index % units) * unit_tiles;
     return {index / units / p.kv_heads, index / units % p.kv_heads, first, Min(unit_tiles, tiles - first)};
@@ -53,8 +53,8 @@ struct Units {
   }
 };
 
-// Walks the tiles of K and V that the first `count` queries, each with a RowTile, attend to. Calls `load(j0, columns)`
-// once for each tile, with the keys within the sequence's length, and `use(query, block)` for each query.
+// Visits the kv tiles that the first `count` queries, each with a RowTile, attend to. Calls `load(j0, columns)` once
+// for each tile, with the keys within the sequence's length, and `use(query, block)` for each query.
 template <typename A, typename Query, typename Load, typename Use>
 void WalkKeys(const Problem& p, const Scores<A>& scores, Query* queries, int64_t count, Load load, Use use) {
   KeyRange keys = {p.kv_len, 0};  // the keys that any row attends to

@@ -78,22 +78,22 @@ bool Parse(std::string_view text, Program* value) {
 
 // Can such an array exist? If so, 64 bits are enough for all computations with its sizes, with padding and in bytes. A
 // size of 0 counts as 1, because some computations use only the other sizes.
-constexpr double kMostElements = 0x1p52;
+constexpr double kMaxElements = 0x1p52;
 
-bool CanBe(const Problem& p, const char* dims, const Extent& extent) {
+bool CanExist(const Problem& p, const char* dims, const Extent& extent) {
   double elements = 1;
   for (; extent.present && *dims; ++dims) elements *= double(std::max<int64_t>(p.size(*dims, extent), 1));
-  return elements <= kMostElements;
+  return elements <= kMaxElements;
 }
 
 // The same for an array that programs load from. Its sizes must not be negative.
-bool CanBe(const Problem& p, const Captured& captured) {
+bool CanExist(const Problem& p, const Captured& captured) {
   double elements = double(std::max<int64_t>(captured.batch ? p.batch : 1, 1));
   for (int dim = 0; dim < captured.rank; ++dim) {
     if (captured.dims[dim] < 0) return false;
     elements *= double(std::max<int64_t>(captured.dims[dim], 1));
   }
-  return elements <= kMostElements;
+  return elements <= kMaxElements;
 }
 
 // Does each dim that is always 1 also have size 1 in the extent?
@@ -171,13 +171,13 @@ std::string Check(Problem* problem) {
   const std::string too_large = "an array has more than 2^52 elements: ";
 #define CHECK(type, name, dtype, dims, there)                                         \
   if (!FitsDims(dims, ExtentOf(there))) return #name " does not have the dims " dims; \
-  if (!CanBe(p, dims, ExtentOf(there))) return too_large + #name;
+  if (!CanExist(p, dims, ExtentOf(there))) return too_large + #name;
   JAX_FLASH_OPERANDS(CHECK)
   JAX_FLASH_FORWARD_RESULTS(CHECK)
 #undef CHECK
   if (p.captured.size() > kMaxCaptured) return "more than " + std::to_string(kMaxCaptured) + " captured arrays";
   for (const Captured& captured : p.captured) {
-    if (!CanBe(p, captured)) return "a captured array has a size below 0, or more than 2^52 elements";
+    if (!CanExist(p, captured)) return "a captured array has a size below 0, or more than 2^52 elements";
     if (captured.gradient && captured.type() != Type::f) return "a captured array of integers has no gradient";
   }
   if (p.drop_threshold > kMaxDropThreshold)

@@ -21,12 +21,12 @@ Range Whole(Type type) {
 }
 
 // These return NaN if either operand is NaN.
-double Least(double x, double y) { return x < y || x != x ? x : y; }
-double Most(double x, double y) { return x > y || x != x ? x : y; }
+double MinOrNaN(double x, double y) { return x < y || x != x ? x : y; }
+double MaxOrNaN(double x, double y) { return x > y || x != x ? x : y; }
 
-// Same: do both ranges have a single, equal value? Apart: do they have no value in common?
+// Same: do both ranges have a single, equal value? Disjoint: do they have no value in common?
 bool Same(Range x, Range y) { return x.low == y.high && x.high == y.low; }
-bool Apart(Range x, Range y) { return x.high < y.low || x.low > y.high; }
+bool Disjoint(Range x, Range y) { return x.high < y.low || x.low > y.high; }
 
 // The range of a truth value: always true, never true, or neither.
 Range Truth(bool always, bool never) { return {double(always), double(!never)}; }
@@ -55,7 +55,7 @@ Range RangeOf(const Instruction& instruction, const Range* operands) {
     for (const double a : {x.low, x.high}) {
       for (const double b : {y.low, y.high}) {
         const double value = type == Type::f ? A(f(a, b)) : f(a, b);
-        range = {Least(range.low, value), Most(range.high, value)};
+        range = {MinOrNaN(range.low, value), MaxOrNaN(range.high, value)};
       }
     }
     return RangeBetween(type, range.low, range.high);
@@ -78,13 +78,13 @@ Range RangeOf(const Instruction& instruction, const Range* operands) {
     case NUMBERS(sign):
       return corners([](double x, double) { return (x > 0) - (x < 0); });
     case NUMBERS(abs):
-      return RangeBetween(type, x.low > 0 ? x.low : x.high < 0 ? -x.high : 0, Most(-x.low, x.high));
+      return RangeBetween(type, x.low > 0 ? x.low : x.high < 0 ? -x.high : 0, MaxOrNaN(-x.low, x.high));
     case NUMBERS(min):
     case Op::and_b:
-      return {Least(x.low, y.low), Least(x.high, y.high)};
+      return {MinOrNaN(x.low, y.low), MinOrNaN(x.high, y.high)};
     case NUMBERS(max):
     case Op::or_b:
-      return {Most(x.low, y.low), Most(x.high, y.high)};
+      return {MaxOrNaN(x.low, y.low), MaxOrNaN(x.high, y.high)};
 
     case Op::floor_f:
       return corners([](double x, double) { return std::floor(x); });
@@ -96,7 +96,7 @@ Range RangeOf(const Instruction& instruction, const Range* operands) {
       return corners([](double x, double) { return std::nearbyint(x); });
 
     case INTEGERS(div):
-      if (!Apart(y, {0, 0})) break;
+      if (!Disjoint(y, {0, 0})) break;
       return corners([](double x, double y) { return std::trunc(x / y); });
     case INTEGERS(rem): {
       if (y.low <= 0) break;
@@ -104,11 +104,11 @@ Range RangeOf(const Instruction& instruction, const Range* operands) {
       if (y.low == y.high && std::trunc(x.high / y.low) == quotient) {
         return {x.low - quotient * y.low, x.high - quotient * y.low};
       }
-      return {x.low < 0 ? Most(x.low, 1 - y.high) : 0, x.high > 0 ? Least(x.high, y.high - 1) : 0};
+      return {x.low < 0 ? MaxOrNaN(x.low, 1 - y.high) : 0, x.high > 0 ? MinOrNaN(x.high, y.high - 1) : 0};
     }
     case INTEGERS(and):
       if (x.low < 0 || y.low < 0) break;
-      return {0, Least(x.high, y.high)};
+      return {0, MinOrNaN(x.high, y.high)};
     case INTEGERS(shl):
       if (y.low < 0 || y.high > 31) break;
       return corners([](double x, double y) { return std::ldexp(x, int(y)); });
@@ -124,11 +124,11 @@ Range RangeOf(const Instruction& instruction, const Range* operands) {
 
     case NUMBERS(eq):
     case Op::eq_b:
-      return Truth(Same(x, y), Apart(x, y));
+      return Truth(Same(x, y), Disjoint(x, y));
     case NUMBERS(ne):
     case Op::ne_b:
     case Op::xor_b:
-      return Truth(Apart(x, y), Same(x, y));
+      return Truth(Disjoint(x, y), Same(x, y));
     case NUMBERS(lt):
       return Truth(x.high < y.low, x.low >= y.high);
     case NUMBERS(le):
@@ -143,17 +143,17 @@ Range RangeOf(const Instruction& instruction, const Range* operands) {
       const Range z = operands[2];
       if (x.low == 1) return y;
       if (x.high == 0) return z;
-      return {Least(y.low, z.low), Most(y.high, z.high)};
+      return {MinOrNaN(y.low, z.low), MaxOrNaN(y.high, z.high)};
     }
 
     case Op::cast_f_i:
     case Op::cast_f_u:
       return corners(
-          [whole = Whole(type)](double x, double) { return Least(Most(std::trunc(x), whole.low), whole.high); });
+          [whole = Whole(type)](double x, double) { return MinOrNaN(MaxOrNaN(std::trunc(x), whole.low), whole.high); });
     case Op::cast_f_b:
     case Op::cast_i_b:
     case Op::cast_u_b:
-      return Truth(Apart(x, kFalse), Same(x, kFalse));
+      return Truth(Disjoint(x, kFalse), Same(x, kFalse));
     case Op::cast_i_f:
     case Op::cast_u_f:
     case Op::cast_b_f:

@@ -3,7 +3,7 @@
 #include "common/problem.h"
 #include "cpu_src/captured_gradient.h"
 #include "cpu_src/division.h"
-#include "cpu_src/kept.h"
+#include "cpu_src/dropout_mask.h"
 #include "cpu_src/kernels.h"
 #include "cpu_src/scores.h"
 #include "cpu_src/sink.h"
@@ -17,7 +17,7 @@ struct Scratch {
   Tile<A> k, k_transposed, v, v_transposed, dk, dv;  // for a tile of K and V
   Tile<A> q, d_o, p, zp, ds;                         // for a tile of Q; zp is Z P
   Trace<A> trace;
-  Kept<A> kept;
+  DropoutMask<A> dropout_mask;
   Programs<A> programs;
   int64_t bytes;
 
@@ -34,9 +34,9 @@ struct Scratch {
     p = carver.NewTile<A>(kTileRows, kTileColumns);
     ds = carver.NewTile<A>(kTileRows, kTileColumns);
     trace = Trace<A>(problem, &carver);
-    kept = Kept<A>(problem, &carver);
+    dropout_mask = DropoutMask<A>(problem, &carver);
     programs = Programs<A>(problem, &carver);
-    zp = kept.NewProduct(p, &carver);
+    zp = dropout_mask.NewProduct(p, &carver);
     bytes = carver.used();
   }
 };
@@ -147,8 +147,8 @@ struct Backpropagation {
       A* row = scratch.p.row(r);
       for (int64_t c = block.c0; c < block.c1; c += kLanes<A>) Store(row + c, Exp<A>(Load(row + c) - shift) * inverse);
     }
-    scratch.kept.Draw(in, block, b, n);
-    scratch.kept.Apply(block, scratch.kept.scale, scratch.p, scratch.zp);
+    scratch.dropout_mask.Generate(in, block, b, n);
+    scratch.dropout_mask.Apply(block, scratch.dropout_mask.scale, scratch.p, scratch.zp);
   }
 
   // Computes dS, after P. With a score_mod, dS is the cotangent of its argument.
@@ -157,7 +157,7 @@ struct Backpropagation {
     // dP = Z dO Vᵀ
     Multiply(AsIs(scratch.d_o), FromColumn(scratch.v_transposed, block.c0), FromColumn(ds, block.c0), block.rows,
              block.c1 - block.c0, p.v_dim, Into::kNew);
-    scratch.kept.Apply(block, scratch.kept.scale, ds, ds);
+    scratch.dropout_mask.Apply(block, scratch.dropout_mask.scale, ds, ds);
     // dS = P (dP - D)
     const A* const d_rows = d + (b * p.q_heads + n) * p.q_len + block.i0;
     for (int64_t r = 0; r < block.rows; ++r) {
@@ -198,8 +198,8 @@ template <typename A>
 Division Divide(const Problem& p, const Operands& in, const BackwardResults& out, const Workers& workers) {
   const int64_t threads = p.deterministic ? kDeterministicThreads : workers.threads();
   for (unsigned bits = 0;; ++bits) {
-    const Together together = {bool(bits & 2), bool(bits & 4), bool(bits & 1)};
-    const Division division = Divide<A>(p, together, threads);
+    const Undivided undivided = {bool(bits & 2), bool(bits & 4), bool(bits & 1)};
+    const Division division = Divide<A>(p, undivided, threads);
     if (bits == 7 || CapturedGradients<A>::Memory(p, in, out, division) <= kCopyBytes) return division;
   }
 }
@@ -345,7 +345,7 @@ void BackwardQKV(const Problem& p, const Operands& in, const Cotangents& given, 
       Backpropagation<A> step(p, in, given, d, b, memory);
       const CapturedSums<A> sums = captured.Sums(b, batch_unit, head_unit, part);
       for (int64_t head = head_unit * heads.each; head < (head_unit + 1) * heads.each; ++head) {
-        BackwardHead(step, division, dq, out, captured.asked() ? &sums : nullptr, head, part);
+        BackwardHead(step, division, dq, out, captured.requested() ? &sums : nullptr, head, part);
       }
     }
   };
@@ -402,7 +402,7 @@ void Backward(const Problem& p, const Operands& in, const Cotangents& given, con
   const Division division = Divide<A>(p, in, out, workers);
   const CapturedGradients<A> captured(p, in, out, division, workers);
   const A* d = p.needs_ds() || HasGradientPerRow(p) ? ComputeD<A>(p, in, given, out, workers) : nullptr;
-  if ((p.dq || p.dk || p.dv || captured.asked()) && p.kv_heads > 0) {
+  if ((p.dq || p.dk || p.dv || captured.requested()) && p.kv_heads > 0) {
     BackwardQKV<A>(p, in, given, out, d, division, captured, workers);
   }
   captured.Sum(workers);

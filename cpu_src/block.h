@@ -38,14 +38,14 @@ inline Tiling ColumnTiles(const Problem& p) {
 }
 
 // The part of a tile of S that is computed: rows i0 <= i < i0 + rows, and columns j0 + c0 <= j < j0 + c1. c0 is a
-// multiple of the vector size. `masked`: the mask operand hides entries of it. `refused`: mask_mod does.
+// multiple of the vector size. `masked`: the mask operand hides entries of it. `mod_masked`: mask_mod does.
 struct Block {
   int64_t i0, rows, j0, c0, c1;
-  bool masked = false, refused = false;
+  bool masked = false, mod_masked = false;
 
   bool empty() const { return rows <= 0 || c0 >= c1; }
   // Its rows from r on, at most `count` of them.
-  Block Rows(int64_t r, int64_t count) const { return {i0 + r, Min(count, rows - r), j0, c0, c1, masked, refused}; }
+  Block Rows(int64_t r, int64_t count) const { return {i0 + r, Min(count, rows - r), j0, c0, c1, masked, mod_masked}; }
 };
 
 }  // namespace jax_flash::JAX_FLASH_ISA

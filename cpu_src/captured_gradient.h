@@ -12,10 +12,10 @@ namespace jax_flash::JAX_FLASH_ISA {
 
 // Do units of different batch entries, of different heads, and of different parts of the keys add to disjoint entries
 // of an array?
-struct Apart {
+struct Disjoint {
   bool batch, heads, parts;
 
-  Apart(const Problem& p, const Operands& in, int array) {
+  Disjoint(const Problem& p, const Operands& in, int array) {
     const Captured& captured = p.captured_arrays()[array];
     const auto by = [&](Op op) { return EveryIndexes(p.score.score_grad, captured, array, op); };
     batch = captured.batch || Increase(in.program_batch, p.batch, by(Op::batch));
@@ -60,7 +60,7 @@ class CapturedGradients {
   static double Memory(const Problem& p, const Operands& in, const BackwardResults& out, const Division& division) {
     double bytes = 0;
     for (int i = 0; i < p.captured_count(); ++i) {
-      const int64_t copies = out.captured[i] ? Apart(p, in, i).copies(division) : 1;
+      const int64_t copies = out.captured[i] ? Disjoint(p, in, i).copies(division) : 1;
       bytes += double(copies - 1) * double(Elements(p, i)) * sizeof(A);
     }
     return bytes;
@@ -71,12 +71,12 @@ class CapturedGradients {
       : p_(p), out_(out) {
     for (int i = 0; i < p.captured_count(); ++i) {
       if (!out.captured[i]) continue;
-      asked_ = true;
-      const Apart apart(p, in, i);
-      of_[i].copies = apart.copies(division);
-      of_[i].batch_stride = apart.batch ? 0 : 1;
-      of_[i].head_stride = apart.heads ? 0 : apart.batch ? 1 : division.batch.units;
-      of_[i].part_stride = apart.parts ? 0 : of_[i].copies / division.parts;
+      requested_ = true;
+      const Disjoint disjoint(p, in, i);
+      of_[i].copies = disjoint.copies(division);
+      of_[i].batch_stride = disjoint.batch ? 0 : 1;
+      of_[i].head_stride = disjoint.heads ? 0 : disjoint.batch ? 1 : division.batch.units;
+      of_[i].part_stride = disjoint.parts ? 0 : of_[i].copies / division.parts;
       const int64_t more = (of_[i].copies - 1) * Elements(p, i);
       if (more > 0) of_[i].memory = reinterpret_cast<A*>(workers.Allocate(more * int64_t(sizeof(A))));
     }
@@ -88,7 +88,7 @@ class CapturedGradients {
   }
 
   // Are any gradients requested?
-  bool asked() const { return asked_; }
+  bool requested() const { return requested_; }
 
   // The destination of a unit's additions for batch entry b.
   CapturedSums<A> Sums(int64_t b, int64_t batch_unit, int64_t head_unit, int64_t part) const {
@@ -144,7 +144,7 @@ class CapturedGradients {
 
   const Problem& p_;
   const BackwardResults& out_;
-  bool asked_ = false;
+  bool requested_ = false;
   Copies of_[kMaxCaptured];
 };
 

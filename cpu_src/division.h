@@ -13,7 +13,7 @@ constexpr int64_t kPartialBytes = int64_t(16) << 20;
 struct Split {
   int64_t units, each;
 
-  static Split Of(int64_t count, bool together) { return together ? Split{1, count} : Split{count, 1}; }
+  static Split Of(int64_t count, bool undivided) { return undivided ? Split{1, count} : Split{count, 1}; }
 };
 
 // Batch entries, heads of K and V, and parts of a head's kv tiles.
@@ -26,7 +26,7 @@ struct Division {
 };
 
 // The dimensions that one unit loops over.
-struct Together {
+struct Undivided {
   bool batch, heads, parts;
 };
 
@@ -36,10 +36,10 @@ int64_t DQBytes(const Problem& p) {
 }
 
 template <typename A>
-Division Divide(const Problem& p, bool dbias, Together together, int64_t threads) {
-  Division d = {Split::Of(p.batch, together.batch || (dbias && !p.score.bias.batch)),
-                Split::Of(p.kv_heads, together.heads || (dbias && !p.score.bias.heads)), 1, dbias};
-  if (together.parts) return d;
+Division Divide(const Problem& p, bool dbias, Undivided undivided, int64_t threads) {
+  Division d = {Split::Of(p.batch, undivided.batch || (dbias && !p.score.bias.batch)),
+                Split::Of(p.kv_heads, undivided.heads || (dbias && !p.score.bias.heads)), 1, dbias};
+  if (undivided.parts) return d;
   // Keys are not divided into parts if the heads divide evenly among the threads, or nearly so.
   const int64_t heads = d.units();
   if (heads % threads && heads < 4 * threads) d.parts = RoundUp(4 * threads, heads) / heads;
@@ -51,10 +51,10 @@ Division Divide(const Problem& p, bool dbias, Together together, int64_t threads
 // The division with a fused dbias, unless some threads would have no work, or an entry of dbias would have several
 // units or none.
 template <typename A>
-Division Divide(const Problem& p, Together together, int64_t threads) {
+Division Divide(const Problem& p, Undivided undivided, int64_t threads) {
   const bool possible = p.dbias && (p.dq || p.dk || p.dv) && p.score.bias.columns && p.batch * p.kv_heads * p.q_len > 0;
-  const Division with = Divide<A>(p, possible, together, threads);
-  return with.units() >= threads ? with : Divide<A>(p, false, together, threads);
+  const Division with = Divide<A>(p, possible, undivided, threads);
+  return with.units() >= threads ? with : Divide<A>(p, false, undivided, threads);
 }
 
 }  // namespace jax_flash::JAX_FLASH_ISA

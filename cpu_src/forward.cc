@@ -1,7 +1,7 @@
 // The forward pass: Algorithm 2 of the paper with its two loops exchanged (FlashAttention-2). A tile of Q is kept, so
 // O, l and m are written once.
 #include "common/problem.h"
-#include "cpu_src/kept.h"
+#include "cpu_src/dropout_mask.h"
 #include "cpu_src/kernels.h"
 #include "cpu_src/scores.h"
 #include "cpu_src/sink.h"
@@ -24,7 +24,7 @@ template <typename A>
 struct Scratch {
   QueryTile<A> queries[kUnitTiles];
   Tile<A> k, k_transposed, v, s;
-  Kept<A> kept;
+  DropoutMask<A> dropout_mask;
   Programs<A> programs;
   int64_t bytes;
 
@@ -40,7 +40,7 @@ struct Scratch {
     k_transposed = carver.NewTile<A>(p.qk_dim, kTileColumns);
     v = carver.NewTile<A>(kTileColumns, p.v_dim);
     s = carver.NewTile<A>(kTileRows, kTileColumns);
-    kept = Kept<A>(p, &carver);
+    dropout_mask = DropoutMask<A>(p, &carver);
     programs = Programs<A>(p, &carver);
     bytes = carver.used();
   }
@@ -160,12 +160,12 @@ void Forward(const Problem& p, const Operands& in, const ForwardResults& out, Wo
         OnlineSoftmax(FromRow(scratch.s, r), some, p.v_dim, query);
       }
       // O <- O + Z P V, without the scale of Z
-      scratch.kept.Draw(in, block, b, n);
-      scratch.kept.Apply(block, A(1), scratch.s, scratch.s);
+      scratch.dropout_mask.Generate(in, block, b, n);
+      scratch.dropout_mask.Apply(block, A(1), scratch.s, scratch.s);
       Multiply(AsIs(FromColumn(scratch.s, block.c0)), FromRow(scratch.v, block.c0), query.o, query.at.rows, p.v_dim,
                width, Into::kSum);
     });
-    for (int64_t t = 0; t < unit.count; ++t) Finish(p, in, out, b, scratch.kept.scale, scratch.queries[t]);
+    for (int64_t t = 0; t < unit.count; ++t) Finish(p, in, out, b, scratch.dropout_mask.scale, scratch.queries[t]);
   };
   workers.For(units.count(), Scratch<A>(p, nullptr, units.unit_tiles, units.tile_rows).bytes, attend);
 }

@@ -58,7 +58,7 @@ Interpreter<A>::Interpreter(const Problem& p, const Program& program, Carver* ca
     : arrays_(p.captured_arrays()), instructions_(program.data()), count_(program.size()), kind_(program.kind) {
   if (!present()) return;
   values_ = carver->Array<char*>(count_);
-  slots_ = carver->Array<Place>(program.slots);
+  slots_ = carver->Array<Location>(program.slots);
   for (int64_t i = 0; i < count_; ++i) {
     const Instruction& x = instructions_[i];
     if (x.slot >= 0 || x.type == Type::n) continue;
@@ -112,20 +112,20 @@ void Interpreter<A>::Tangent(Tile<A> s, Tile<A> ds) {
 }
 
 template <typename A>
-Range Interpreter<A>::Verdict() {
+Range Interpreter<A>::ResultRange() {
   for (int64_t i = 0; i < count_; ++i) {
     const Instruction& x = instructions_[i];
     if (x.slot < 0) continue;
     Range operands[3] = {};
     // Indices are not analysed here, so an array load may return any value.
-    for (int k = 0; k < x.count && x.array < 0; ++k) operands[k] = Known(x.operands[k]);
+    for (int k = 0; k < x.count && x.array < 0; ++k) operands[k] = KnownRange(x.operands[k]);
     ranges_[i] = RangeOf<A>(x, operands);
   }
-  return Known(instructions_[count_ - 1].operands[0]);
+  return KnownRange(instructions_[count_ - 1].operands[0]);
 }
 
 template <typename A>
-void Interpreter<A>::Ask() {
+void Interpreter<A>::Evaluate() {
   RunEntries(0, block_.rows, {}, {});
 }
 
@@ -140,11 +140,11 @@ void Interpreter<A>::RunEntries(int64_t first, int64_t rows, Tile<A> s, Tile<A> 
   for (int64_t r = 0; r < rows; r += kProgramRows) {
     first_ = first + r;
     rows_ = Min(kProgramRows, rows - r);
-    const auto place = [&](Tile<A> tile) {
-      return Place{reinterpret_cast<char*>(tile.row(r) + block_.c0), tile.stride * int64_t(sizeof(A)), kVectorBytes};
+    const auto location = [&](Tile<A> tile) {
+      return Location{reinterpret_cast<char*>(tile.row(r) + block_.c0), tile.stride * int64_t(sizeof(A)), kVectorBytes};
     };
-    if (s.data) slots_[kScoreSlot] = place(s);
-    if (ds.data) slots_[kDerivativeSlot] = place(ds);
+    if (s.data) slots_[kScoreSlot] = location(s);
+    if (ds.data) slots_[kDerivativeSlot] = location(ds);
     Run(true, true);
   }
 }
@@ -157,7 +157,7 @@ void Interpreter<A>::Run(bool rows, bool columns) {
 }
 
 template <typename A>
-typename Interpreter<A>::Place Interpreter<A>::PlaceOf(int64_t number) const {
+typename Interpreter<A>::Location Interpreter<A>::LocationOf(int64_t number) const {
   const Instruction& x = instructions_[number];
   if (x.slot >= 0) return slots_[x.slot];
   const int64_t row_bytes = x.rows ? kVectorBytes : 0;
@@ -169,7 +169,7 @@ template <typename A>
 template <Type R, typename F>
 inline void Interpreter<A>::Make(int64_t number, F f) {
   const Instruction& x = instructions_[number];
-  const Place to = PlaceOf(number);
+  const Location to = LocationOf(number);
   const int64_t rows = RowsOf(x), vectors = VectorsOf(x);
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t v = 0; v < vectors; ++v) Put<A, R>(to.At(r, v), f(r, v));
@@ -181,8 +181,8 @@ template <typename A>
 template <Type R, Type X, Type Y, Type Z, typename F>
 inline void Interpreter<A>::Map(int64_t number, F f) {
   const int16_t* const operands = instructions_[number].operands;
-  const Place x = PlaceOf(operands[0]), y = Y == Type::n ? x : PlaceOf(operands[1]),
-              z = Z == Type::n ? x : PlaceOf(operands[2]);
+  const Location x = LocationOf(operands[0]), y = Y == Type::n ? x : LocationOf(operands[1]),
+                 z = Z == Type::n ? x : LocationOf(operands[2]);
   Make<R>(number,
           [&](int64_t r, int64_t v) { return f(Get<A, X>(x.At(r, v)), Get<A, Y>(y.At(r, v)), Get<A, Z>(z.At(r, v))); });
 }
@@ -241,7 +241,7 @@ void Interpreter<A>::Execute(int64_t number) {
 // --- Ranges ---
 
 template <typename A>
-Range Interpreter<A>::Known(int64_t number) const {
+Range Interpreter<A>::KnownRange(int64_t number) const {
   const Instruction& x = instructions_[number];
   if (x.slot >= 0) return ranges_[number];
   switch (x.type) {
@@ -261,7 +261,7 @@ template <typename A>
 template <Type R>
 Range Interpreter<A>::Extremes(int64_t number) const {
   const Instruction& x = instructions_[number];
-  const Place from = PlaceOf(number);
+  const Location from = LocationOf(number);
   auto lows = Get<A, R>(from.data), highs = lows, zeros = lows - lows;  // NaN if a value is not finite
   const int64_t rows = RowsOf(x), vectors = VectorsOf(x);
   for (int64_t r = 0; r < rows; ++r) {
@@ -295,7 +295,7 @@ typename Interpreter<A>::Indices Interpreter<A>::IndicesOf(const Instruction& x)
   int differing = 0;
   for (int dim = array.rank - 1; dim >= 0; --dim) {
     const Instruction& operand = instructions_[x.operands[dim]];
-    indices.index[dim] = {PlaceOf(x.operands[dim]), array.dims[dim] - 1, stride, operand.columns};
+    indices.index[dim] = {LocationOf(x.operands[dim]), array.dims[dim] - 1, stride, operand.columns};
     stride *= array.dims[dim];
     differing += operand.columns;
     if (operand.columns && dim == array.rank - 1 && operand.step != kNoStep) indices.step = operand.step;
@@ -311,22 +311,22 @@ int64_t Interpreter<A>::RowOffset(const Indices& indices, int64_t row) {
   int64_t offset = 0;
   for (int dim = 0; dim < indices.rank; ++dim) {
     const auto& index = indices.index[dim];
-    if (!index.columns) offset += Clamp(Get<A, Type::i>(index.place.At(row, 0))[0], index.last) * index.stride;
+    if (!index.columns) offset += Clamp(Get<A, Type::i>(index.location.At(row, 0))[0], index.last) * index.stride;
   }
   return offset;
 }
 
 template <typename A>
-typename Interpreter<A>::Reach Interpreter<A>::ReachOf(const Indices& indices, int64_t row, int64_t vector,
-                                                       int64_t count) {
-  if (indices.step == 0) return {Reach::kScattered, 0};
+typename Interpreter<A>::Access Interpreter<A>::AccessOf(const Indices& indices, int64_t row, int64_t vector,
+                                                         int64_t count) {
+  if (indices.step == 0) return {Access::kScattered, 0};
   const auto& index = indices.index[indices.rank - 1];
-  const int64_t first = Get<A, Type::i>(index.place.At(row, vector))[0], last = first + indices.step * (count - 1);
+  const int64_t first = Get<A, Type::i>(index.location.At(row, vector))[0], last = first + indices.step * (count - 1);
   const int64_t low = Min(first, last), high = Max(first, last);
-  if (low < INT32_MIN || high > INT32_MAX) return {Reach::kScattered, 0};  // wraps around
-  if (low >= index.last) return {Reach::kSame, index.last};
-  if (high <= 0) return {Reach::kSame, 0};
-  return {low >= 0 && high <= index.last ? Reach::kRun : Reach::kScattered, low};
+  if (low < INT32_MIN || high > INT32_MAX) return {Access::kScattered, 0};  // wraps around
+  if (low >= index.last) return {Access::kSame, index.last};
+  if (high <= 0) return {Access::kSame, 0};
+  return {low >= 0 && high <= index.last ? Access::kConsecutive : Access::kScattered, low};
 }
 
 // The remaining offset of each lane, from indices that differ between columns.
@@ -338,7 +338,7 @@ void Interpreter<A>::Offsets(const Indices& indices, int64_t row, int64_t vector
     if (!index.columns) continue;
     using Signed = typename Lanes<A>::Signed;
     const int32_t last = int32_t(Min(index.last, 0x7FFFFFFF));
-    Signed at = Get<A, Type::i>(index.place.At(row, vector));
+    Signed at = Get<A, Type::i>(index.location.At(row, vector));
     at = at < 0 ? Signed{} : at > last ? Signed{} + last : at;
     int32_t lanes[kLanes<A>];
     std::memcpy(lanes, &at, sizeof(at));
@@ -353,7 +353,7 @@ void Interpreter<A>::LoadElements(int64_t number, const S* array) {
   const Captured& captured = arrays_[x.array];
   if (captured.batch) array += b_ * captured.size();
   const Indices indices = IndicesOf(x);
-  const Place to = PlaceOf(number);
+  const Location to = LocationOf(number);
   const int64_t rows = RowsOf(x), vectors = VectorsOf(x);
   for (int64_t r = 0; r < rows; ++r) {
     const S* const from = array + RowOffset(indices, r);
@@ -361,8 +361,8 @@ void Interpreter<A>::LoadElements(int64_t number, const S* array) {
       Put<A, R>(to.At(r, 0), Fill<A, R>(Element<A, R>(*from)));
       continue;
     }
-    const Reach all = ReachOf(indices, r, 0, vectors * kLanes<A>);
-    if (all.kind == Reach::kRun) {
+    const Access all = AccessOf(indices, r, 0, vectors * kLanes<A>);
+    if (all.kind == Access::kConsecutive) {
       for (int64_t v = 0; v < vectors; ++v) {
         const S* const run = from + all.first + (indices.step > 0 ? v : vectors - 1 - v) * kLanes<A>;
         Put<A, R>(to.At(r, v), InOrder(Collect<A, R>([run](int lane) { return run[lane]; }), indices.step));
@@ -370,9 +370,9 @@ void Interpreter<A>::LoadElements(int64_t number, const S* array) {
       continue;
     }
     for (int64_t v = 0; v < vectors; ++v) {
-      const Reach reach = ReachOf(indices, r, v, kLanes<A>);
-      if (reach.kind == Reach::kSame) {
-        Put<A, R>(to.At(r, v), Fill<A, R>(Element<A, R>(from[reach.first])));
+      const Access access = AccessOf(indices, r, v, kLanes<A>);
+      if (access.kind == Access::kSame) {
+        Put<A, R>(to.At(r, v), Fill<A, R>(Element<A, R>(from[access.first])));
       } else {
         int64_t offsets[kLanes<A>];
         Offsets(indices, r, v, offsets);
@@ -400,7 +400,7 @@ void Interpreter<A>::LoadArray(int64_t number) {
 // A value that is linear in the cotangent. It is 0 where the cotangent is 0, even if the derivative there is NaN or
 // infinite.
 template <typename A>
-Vec<A> Interpreter<A>::Cotangent(const Place& value, int64_t row, int64_t vector) const {
+Vec<A> Interpreter<A>::Cotangent(const Location& value, int64_t row, int64_t vector) const {
   const Vec<A> cotangent = Get<A, Type::f>(slots_[kDerivativeSlot].At(row, vector));
   return cotangent == 0 ? Vec<A>{} : Get<A, Type::f>(value.At(row, vector));
 }
@@ -410,7 +410,7 @@ void Interpreter<A>::Accumulate(const Instruction& x) {
   A* const sums = sums_ ? sums_->of[x.array] : nullptr;
   if (!sums) return;
   const Indices indices = IndicesOf(x);
-  const Place value = PlaceOf(x.operands[x.count - 1]);
+  const Location value = LocationOf(x.operands[x.count - 1]);
   const int64_t vectors = VectorsOf(x);
   for (int64_t r = 0; r < rows_; ++r) {
     A* const to = sums + RowOffset(indices, r);
@@ -425,13 +425,13 @@ void Interpreter<A>::Accumulate(const Instruction& x) {
       const Vec<A> term = Cotangent(value, r, v);
       // Entries beyond the block's columns do not exist, or belong to another worker.
       const int64_t lanes = Min(kLanes<A>, Width() - v * kLanes<A>);
-      const Reach reach = indices.columns ? ReachOf(indices, r, v, kLanes<A>) : Reach{Reach::kSame, 0};
-      if (lanes == kLanes<A> && reach.kind == Reach::kSame) {
-        if (reach.first != same) add_sum();
-        same = reach.first;
+      const Access access = indices.columns ? AccessOf(indices, r, v, kLanes<A>) : Access{Access::kSame, 0};
+      if (lanes == kLanes<A> && access.kind == Access::kSame) {
+        if (access.first != same) add_sum();
+        same = access.first;
         sum += term;
-      } else if (lanes == kLanes<A> && reach.kind == Reach::kRun) {
-        Store(to + reach.first, Load(to + reach.first) + InOrder(term, indices.step));
+      } else if (lanes == kLanes<A> && access.kind == Access::kConsecutive) {
+        Store(to + access.first, Load(to + access.first) + InOrder(term, indices.step));
       } else {
         int64_t offsets[kLanes<A>];
         Offsets(indices, r, v, offsets);
@@ -444,7 +444,7 @@ void Interpreter<A>::Accumulate(const Instruction& x) {
 
 template <typename A>
 void Interpreter<A>::Result(const Instruction& x) {
-  const Place value = PlaceOf(x.operands[0]);
+  const Location value = LocationOf(x.operands[0]);
   const int64_t rows = RowsOf(x), vectors = VectorsOf(x);
   for (int64_t r = 0; r < rows; ++r) {
     uint8_t* const bytes = bytes_ + (x.rows ? first_ + r : 0) * kTileColumns + (x.columns ? block_.c0 : 0);

@@ -42,15 +42,15 @@ class Interpreter {
   // score_tangent: replaces the tangent of s_0 by the tangent of S in the whole block, given s_0, which it overwrites.
   void Tangent(Tile<A> s, Tile<A> ds);
   // mask_mod: a range of its results in the block, from values that entries share.
-  Range Verdict();
+  Range ResultRange();
   // Evaluates mask_mod for every entry of the block, ...
-  void Ask();
+  void Evaluate();
   // ... and returns its results for the rows from i0 on.
   MaskBytes Mask(int64_t i0) const;
 
  private:
   // The location of a value, with its byte strides between rows and between vectors of columns: 0 if it is the same.
-  struct Place {
+  struct Location {
     char* data;
     int64_t row_bytes, vector_bytes;
 
@@ -60,7 +60,7 @@ class Interpreter {
   // The indices of a load or an accumulation, each with its stride.
   struct Indices {
     struct Index {
-      Place place;
+      Location location;
       int64_t last, stride;
       bool columns;
     };
@@ -70,14 +70,14 @@ class Interpreter {
     Index index[kMaxCapturedRank];
   };
 
-  // The entries of neighbouring columns: consecutive (kRun), all equal (kSame), or anywhere (kScattered). `first` is
-  // the lowest offset, relative to the row's offset.
-  struct Reach {
-    enum { kRun, kSame, kScattered } kind;
+  // The entries of neighbouring columns: consecutive (kConsecutive), all equal (kSame), or anywhere (kScattered).
+  // `first` is the lowest offset, relative to the row's offset.
+  struct Access {
+    enum { kConsecutive, kSame, kScattered } kind;
     int64_t first;
   };
 
-  Place PlaceOf(int64_t number) const;
+  Location LocationOf(int64_t number) const;
   int64_t RowsOf(const Instruction& x) const { return x.rows ? rows_ : 1; }
   int64_t VectorsOf(const Instruction& x) const { return x.columns ? (Width() + kLanes<A> - 1) / kLanes<A> : 1; }
   int64_t Width() const { return block_.c1 - block_.c0; }
@@ -98,22 +98,22 @@ class Interpreter {
   void Result(const Instruction& x);
 
   // The range of a value in the block: exact if it has been computed, otherwise derived from its operands.
-  Range Known(int64_t number) const;
+  Range KnownRange(int64_t number) const;
   template <Type R>
   Range Extremes(int64_t number) const;
 
   Indices IndicesOf(const Instruction& x) const;
   static int64_t RowOffset(const Indices& indices, int64_t row);
-  static Reach ReachOf(const Indices& indices, int64_t row, int64_t vector, int64_t count);
+  static Access AccessOf(const Indices& indices, int64_t row, int64_t vector, int64_t count);
   static void Offsets(const Indices& indices, int64_t row, int64_t vector, int64_t* offsets);
-  Vec<A> Cotangent(const Place& value, int64_t row, int64_t vector) const;
+  Vec<A> Cotangent(const Location& value, int64_t row, int64_t vector) const;
 
   const Captured* arrays_ = nullptr;
   const Instruction* instructions_ = nullptr;
   int64_t count_ = 0;
   ProgramKind kind_ = {};
   char** values_ = nullptr;  // of values without a slot
-  Place* slots_ = nullptr;
+  Location* slots_ = nullptr;
   Range* ranges_ = nullptr;  // of values with a slot, in a mask_mod
   uint8_t* bytes_ = nullptr;
 

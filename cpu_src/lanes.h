@@ -123,9 +123,9 @@ template <typename V>
 inline auto ToSigned(V x) {
   using A = ElementOf<V>;
   using Signed = typename Lanes<A>::Signed;
-  constexpr A kLeast = A(-2147483648.0), kMost = sizeof(A) == 4 ? A(2147483520.0) : A(2147483647.0);
-  V inside = x > kLeast ? x : V{} + kLeast;
-  inside = inside < kMost ? inside : V{} + kMost;
+  constexpr A kMin = A(-2147483648.0), kMax = sizeof(A) == 4 ? A(2147483520.0) : A(2147483647.0);
+  V inside = x > kMin ? x : V{} + kMin;
+  inside = inside < kMax ? inside : V{} + kMax;
   const Signed integers = __builtin_convertvector(x == x ? inside : V{}, Signed);
   return Truth(x >= A(2147483648.0)) ? Signed{} + 2147483647 : integers;
 }
@@ -146,8 +146,8 @@ inline auto ToSingle(V x) {
 }
 
 // Rounds x to floats, to odd. A second rounding then gives the same result as a single rounding of x.
-inline Vec<float> TowardsOdd(Vec<float> x) { return x; }
-inline auto TowardsOdd(Vec<double> x) {
+inline Vec<float> RoundToOdd(Vec<float> x) { return x; }
+inline auto RoundToOdd(Vec<double> x) {
   const auto nearest = ToSingle(x);
   const Vec<double> back = __builtin_convertvector(nearest, Vec<double>);
   const auto beyond = Truth((back > x) & (x > 0)) | Truth((back < x) & (x < 0)), inexact = Truth(back != x);
@@ -160,7 +160,7 @@ inline V RoundTo(V x) {
   if constexpr (sizeof(S) == 4) {
     return __builtin_convertvector(ToSingle(x), V);
   } else {
-    const auto rounded = PerLane(TowardsOdd(x), [](float a) {
+    const auto rounded = PerLane(RoundToOdd(x), [](float a) {
       S to;
       From(a, &to);
       return ToFloat(to);
@@ -228,7 +228,7 @@ struct Nearest {
 
 // Clamps x to the range in which the exponential is neither 0 nor infinite.
 template <typename V>
-inline V Within(V x, ElementOf<V> least, ElementOf<V> most) {
+inline V Clamped(V x, ElementOf<V> least, ElementOf<V> most) {
   x = x < least ? V{} + least : x;
   return x > most ? V{} + most : x;
 }
@@ -238,7 +238,7 @@ inline V UnboundedExp(V x) {
   using A = ElementOf<V>;
   constexpr A kHigh = sizeof(A) == 4 ? A(0.693359375) : A(6.93145751953125e-1);
   constexpr A kLow = sizeof(A) == 4 ? A(-2.12194440e-4) : A(1.42860682030941723212e-6);
-  x = sizeof(A) == 4 ? Within(x, A(-105), A(90)) : Within(x, A(-750), A(711));
+  x = sizeof(A) == 4 ? Clamped(x, A(-105), A(90)) : Clamped(x, A(-750), A(711));
   const Nearest<A> n(x * A(1.44269504088896340736));
   const V r = x - n.value * kHigh - n.value * kLow;
   return Scale<A>(ExpSeries(r) * r + 1, n.integer);
@@ -247,7 +247,7 @@ inline V UnboundedExp(V x) {
 template <typename V>
 inline V Exp2(V x) {
   using A = ElementOf<V>;
-  x = sizeof(A) == 4 ? Within(x, A(-152), A(130)) : Within(x, A(-1080), A(1026));
+  x = sizeof(A) == 4 ? Clamped(x, A(-152), A(130)) : Clamped(x, A(-1080), A(1026));
   const Nearest<A> n(x);
   const V r = (x - n.value) * A(0.693147180559945309417);
   return Scale<A>(ExpSeries(r) * r + 1, n.integer);

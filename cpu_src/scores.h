@@ -81,12 +81,12 @@ class Scores {
     if (p_.mask.array.present && !block.empty()) block.masked = TrimToMask(&block, MaskOf(block, n));
     if (programs_.mask_mod.present() && !block.empty()) {
       programs_.mask_mod.Begin(in_, b_, n, positions_.offset, block);
-      const Range verdict = programs_.mask_mod.Verdict();
-      if (verdict.high == 0) {
+      const Range results = programs_.mask_mod.ResultRange();
+      if (results.high == 0) {
         block.rows = 0;
-      } else if (verdict.low == 0) {
-        programs_.mask_mod.Ask();
-        block.refused = TrimToMask(&block, programs_.mask_mod.Mask(block.i0));
+      } else if (results.low == 0) {
+        programs_.mask_mod.Evaluate();
+        block.mod_masked = TrimToMask(&block, programs_.mask_mod.Mask(block.i0));
       }
     }
     if (programs_.score_mod.present() && !block.empty()) {
@@ -105,7 +105,7 @@ class Scores {
       if (p_.score.bias.present) ApplyBiasMask(s, block, n);
     }
     if (block.masked) ApplyMask(s, block, MaskOf(block, n));
-    if (block.refused) ApplyMask(s, block, programs_.mask_mod.Mask(block.i0));
+    if (block.mod_masked) ApplyMask(s, block, programs_.mask_mod.Mask(block.i0));
     if (p_.mask.block_mask.present) ApplyElementMask(s, block, n);
     if (p_.mask.segment_ids) ApplySegments(s, block);
     ApplyPositions(s, block);

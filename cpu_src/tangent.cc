@@ -4,7 +4,7 @@
 // O does not change if the same number is added to all Ṡ of a row. So a reference near μ is subtracted from Ṡ.
 // Otherwise a large, nearly constant Ṡ would give the difference of two large numbers.
 #include "common/problem.h"
-#include "cpu_src/kept.h"
+#include "cpu_src/dropout_mask.h"
 #include "cpu_src/kernels.h"
 #include "cpu_src/scores.h"
 #include "cpu_src/sink.h"
@@ -38,7 +38,7 @@ struct Scratch {
   QueryTile<A> queries[kUnitTiles];
   Tile<A> k, keys, v, v_tangent, s, s_tangent;  // keys: Kᵀ above K̇ᵀ
   Trace<A> trace;
-  Kept<A> kept;
+  DropoutMask<A> dropout_mask;
   Programs<A> programs;
   int64_t bytes;
 
@@ -61,7 +61,7 @@ struct Scratch {
     s = carver.NewTile<A>(kTileRows, kTileColumns);
     if (p.scores_move()) s_tangent = carver.NewTile<A>(kTileRows, kTileColumns);
     trace = Trace<A>(p, &carver);
-    kept = Kept<A>(p, &carver);
+    dropout_mask = DropoutMask<A>(p, &carver);
     programs = Programs<A>(p, &carver);
     bytes = carver.used();
   }
@@ -185,12 +185,12 @@ struct Pass {
       Multiply(AsIs(FromColumn(weights, block.c0)), FromRow(values, block.c0), to, block.rows, p.v_dim, width,
                Into::kSum);
     };
-    scratch.kept.Draw(in, block, b, query.at.n);
+    scratch.dropout_mask.Generate(in, block, b, query.at.n);
     if (p.scores_move()) {
-      scratch.kept.Apply(block, A(1), scratch.s_tangent, scratch.s_tangent);
+      scratch.dropout_mask.Apply(block, A(1), scratch.s_tangent, scratch.s_tangent);
       add(scratch.s_tangent, scratch.v, query.a);
     }
-    scratch.kept.Apply(block, A(1), scratch.s, scratch.s);
+    scratch.dropout_mask.Apply(block, A(1), scratch.s, scratch.s);
     if (p.value_tangent) add(scratch.s, scratch.v_tangent, query.a);
     if (query.o.data) add(scratch.s, scratch.v, query.o);
   }
@@ -209,7 +209,7 @@ struct Pass {
       A sum = 0;
       for (int lane = 0; lane < kLanes<A>; ++lane) sum += query.mu.row(r)[lane];
       const WithSink<A> sums(p, in, b, n, static_cast<const A*>(given.m)[row], l);
-      const A share = sums.alpha / sums.l, factor = scratch.kept.scale * share;
+      const A share = sums.alpha / sums.l, factor = scratch.dropout_mask.scale * share;
       const A mu = share * sum + sums.TermOfMu(p, given, b, n, reference);
       const A of_o = mu * (query.o.data ? factor : 1);
       A* const a = query.a.row(r);

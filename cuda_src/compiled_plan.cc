@@ -9,7 +9,7 @@ namespace jax_flash {
 namespace {
 
 // The state of a part's candidates so far.
-struct Tried {
+struct CandidateState {
   int best = 0;
   Faults least;
   bool done = false;
@@ -19,7 +19,7 @@ struct Tried {
 
 Plan CompiledPlan(const Problem& p, Pass pass, const Target& target, const std::string& arch) {
   Choices choices = {};
-  std::array<Tried, kParts> tried;
+  std::array<CandidateState, kParts> tried;
   for (;;) {
     Plan plan = MakePlan(p, pass, target, choices);
     const std::vector<Unit> units = UnitsOf(plan);
@@ -27,7 +27,7 @@ Plan CompiledPlan(const Problem& p, Pass pass, const Target& target, const std::
     bool changed = false;
     for (int part = 0; part < kParts; ++part) {
       const PlannedPart& planned = plan.parts[part];
-      Tried& so_far = tried[part];
+      CandidateState& so_far = tried[part];
       if (planned.candidates == 0 || so_far.done) continue;
       int& choice = choices[part];
       const Faults faults = CachedKernels(units[planned.unit], arch).faults;
@@ -38,7 +38,7 @@ Plan CompiledPlan(const Problem& p, Pass pass, const Target& target, const std::
       choice = next;
     }
     if (changed) continue;
-    for (const Tried& part : tried) {
+    for (const CandidateState& part : tried) {
       if (part.least.Any()) plan.reasons.push_back("no tiles fit the registers. With these, " + TextOf(part.least));
     }
     return plan;

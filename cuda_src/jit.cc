@@ -77,13 +77,13 @@ std::string Header(const std::string& key, const Kernels& kernels) {
 }
 
 // Cubins have some hundred KB, or some MB with line numbers.
-constexpr off_t kLargestEntry = off_t(64) << 20;
+constexpr off_t kMaxEntryBytes = off_t(64) << 20;
 
 // Returns the bytes of an open file if it can be an entry: a regular file of limited size, owned by this user or root.
 // Files of other users are ignored, because a GPU runs the contents.
 std::string EntryBytes(int file) {
   struct stat status;
-  if (fstat(file, &status) != 0 || !S_ISREG(status.st_mode) || status.st_size > kLargestEntry) return "";
+  if (fstat(file, &status) != 0 || !S_ISREG(status.st_mode) || status.st_size > kMaxEntryBytes) return "";
   if (status.st_uid != geteuid() && status.st_uid != 0) return "";
   std::string bytes(size_t(status.st_size), '\0');
   bytes.resize(size_t(std::max<ssize_t>(read(file, bytes.data(), bytes.size()), 0)));

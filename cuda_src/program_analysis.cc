@@ -67,7 +67,7 @@ SumKind Join(SumKind a, SumKind b) {
 }  // namespace
 
 std::vector<Facts> FactsOf(const Problem& p, const Program& program) {
-  const bool asked_anywhere = &program == &p.mask.mask_mod;
+  const bool for_every_entry = &program == &p.mask.mask_mod;
   const int64_t rows = p.q_len_in_blocks() + kLargestStep, keys = p.kv_len_in_blocks() + kLargestStep;
   Range query = EveryValue(Type::i), key = query, query_anywhere = query, key_anywhere = query;
   if (!p.origin) {
@@ -76,7 +76,7 @@ std::vector<Facts> FactsOf(const Problem& p, const Program& program) {
     if (!p.mask.query_offset) {
       query = {0, double(p.q_len - 1)};
       query_anywhere = {0, double(rows - 1)};
-    } else if (!asked_anywhere) {
+    } else if (!for_every_entry) {
       query = key;
     }
   }

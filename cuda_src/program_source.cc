@@ -51,10 +51,10 @@ struct Source {
   const Problem& p;
   const Program& program;
   const std::vector<Facts> facts = FactsOf(p, program);
-  const bool is_apart = program.size() > kInlined && &program != &p.mask.mask_mod;  // is it not inlined?
+  const bool is_called = program.size() > kMaxInlined && &program != &p.mask.mask_mod;  // is it not inlined?
 
   bool IsRamp(int number, Type type = Type::f) const {
-    return !is_apart && facts[number].ramp && program.instructions[number].type == type;
+    return !is_called && facts[number].ramp && program.instructions[number].type == type;
   }
   std::string ValueHere(int number) const { return Value(number) + (IsRamp(number) ? ".Here()" : ""); }
 
@@ -144,7 +144,7 @@ std::string Source::Expression(int number) const {
 std::string Source::Function(const std::string& parameters, const std::string& head, const char* otherwise) const {
   std::string text = "template <" + parameters + ">\n__device__ ", before;
   int sums = 0;
-  text += (is_apart ? "__noinline__ " : "__forceinline__ ") + head + " {\n";
+  text += (is_called ? "__noinline__ " : "__forceinline__ ") + head + " {\n";
   for (int i = 0; i < int(program.instructions.size()); ++i) {
     const Instruction& x = program.instructions[i];
     if (x.op == Op::result) {
@@ -186,7 +186,7 @@ std::string ProgramSource(const Problem& p) {
   text += Source{p, p.score.score_grad}.Function("bool kInBounds, typename Add",
                                                  "float ScoreGrad" + given + ", float score, float cotangent, Add add)",
                                                  "cotangent");
-  const bool is_long = p.mask.mask_mod.size() > kInlined;
+  const bool is_long = p.mask.mask_mod.size() > kMaxInlined;
   text += Source{p, p.mask.mask_mod}.Function("bool kInBounds", "int MaskMod" + given + ")", "-1");
   text += Flag("kLongMask", is_long);
   return text + "}  // namespace jax_flash::program\n";

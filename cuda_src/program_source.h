@@ -9,7 +9,7 @@ namespace jax_flash {
 
 // Longer programs are not inlined: inlined for every entry of a lane, they would take half a minute to compile. A
 // mask_mod is called in a loop instead (semantics/tile_mask.cuh), which is not unrolled then.
-constexpr int kInlined = 32;
+constexpr int kMaxInlined = 32;
 
 // Defines ScoreMod, MaskMod and ScoreGrad for a problem (cuda_src/kernels/semantics/program.cuh). Absent programs
 // become identities. The template parameter kInBounds means that the entry is within T and S (Facts::within), so

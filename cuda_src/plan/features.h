@@ -21,7 +21,7 @@ bool IsLight(const Program& score_mod);
 
 // Whether a score_mod, or its derivative, is a function that is called: wgmmas would wait for each other.
 inline bool IsCalled(const Problem& p) {
-  return std::max(p.score.score_mod.size(), p.score.score_grad.size()) > kInlined;
+  return std::max(p.score.score_mod.size(), p.score.score_grad.size()) > kMaxInlined;
 }
 
 // FEATURE(name, text, there): what messages call it, and whether the problem `p` has it; `has` are those above.

@@ -10,10 +10,10 @@ namespace jax_flash::JAX_FLASH_ISA {
 
 // Z: the entries of a tile that dropout keeps. Without dropout it is empty, and the functions do nothing.
 template <typename A>
-class Kept {
+class DropoutMask {
  public:
-  Kept() = default;
-  Kept(const Problem& p, Carver* carver) : scale(A(p.keep_scale())), threshold_(int32_t(p.drop_threshold)) {
+  DropoutMask() = default;
+  DropoutMask(const Problem& p, Carver* carver) : scale(A(p.keep_scale())), threshold_(int32_t(p.drop_threshold)) {
     if (threshold_) bits_ = carver->NewTile<uint16_t>(kTileRows, kTileColumns);
   }
 
@@ -24,7 +24,7 @@ class Kept {
 
   // Generates Z for a block of head n of batch entry b. The random bits of entry (i, j) are in row i - i0, column j -
   // j0 of `bits_`.
-  void Draw(const Operands& in, const Block& block, int64_t b, int64_t n) const {
+  void Generate(const Operands& in, const Block& block, int64_t b, int64_t n) const {
     if (!threshold_) return;
     // Each lane computes one Philox call: two columns in each half of the rows and columns of a 16 x 16 tile.
     constexpr int kCalls = kVectorBytes / 4, kCallColumns = 4 * kCalls;

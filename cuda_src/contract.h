@@ -1,4 +1,4 @@
-// What the host and the kernels both rely on, said once: the arguments of a kernel, and the sizes in which both count.
+// The contract between the host and the kernels: the arguments of kernels, and the sizes that both use.
 #pragma once
 
 #include <cstdint>
@@ -11,57 +11,56 @@ namespace jax_flash {
 
 // --- Sizes ---
 
-// A row of a box of a tensor map always has kBoxBytes. A box of K or V in the forward, and of Q, dO, K or V in the
-// backward, has as many rows as a tile. A box of a result, and of Q in the forward, has kBoxRows, and a box of what the
-// backward does alongside (hopper/backward_fused_rows.cuh) has kAlongsideRows.
+// Rows of a TMA box have kBoxBytes. The number of rows depends on the array. Boxes of K and V in the forward, and of Q,
+// dO, K and V in the backward, have the rows of a tile. Boxes of results, and of Q in the forward, have kBoxRows. Boxes
+// of the fused row kernels (hopper/backward_fused_rows.cuh) have kAlongsideRows.
 constexpr int kBoxBytes = 128, kBoxRows = 64, kAlongsideRows = 16;
 
-// In the backward's scratch a head has a multiple of this many queries, and of this many keys where dK and dV are added
-// up there: no tile of the backward has more.
+// In the backward's scratch, the queries of a head are padded to a multiple of this, and its keys too if dK and dV are
+// summed there. No tile of the backward is larger.
 constexpr int kRowPadding = 128;
-constexpr int kSumRows = 16;   // rows of a block, in which the f32 sums of dQ, dK and dV are stored
-constexpr int kRowBlock = 64;  // rows that Hopper's kernels before and after the backward do at a time
+constexpr int kSumRows = 16;   // rows of a block of the f32 sums of dQ, dK and dV
+constexpr int kRowBlock = 64;  // rows of a block in Hopper's kernels before and after the backward
 
-constexpr int kWarpgroup = 128;     // threads of a warpgroup: on Hopper a CTA has one that loads, and its consumers
-constexpr int kRowThreads = 256;    // threads of a block of the kernels that run before and after a backward
-constexpr int kPairedKeys = 128;    // keys of a CTA of Hopper's backward, or of the two CTAs of a cluster
-constexpr int kMergeThreads = 256;  // threads of a block that merges parts of the keys
-constexpr int kLeastKeyTiles = 4;   // tiles of keys that a part has, where it can be one of several
+constexpr int kWarpgroup = 128;     // threads of a warpgroup; on Hopper a CTA has one producer, and its consumers
+constexpr int kRowThreads = 256;    // threads of a CTA of the kernels before and after a backward
+constexpr int kPairedKeys = 128;    // keys of a CTA of Hopper's backward, or of a cluster of two CTAs
+constexpr int kMergeThreads = 256;  // threads of a CTA that merges parts of the keys
+constexpr int kLeastKeyTiles = 4;   // minimum kv tiles of a part, if there are several parts
 
-constexpr int kMaskBlock = 128;    // queries, and keys, of a block that a mask operand or a mask_mod is divided into
-constexpr int kMaskThreads = 256;  // threads of a block of the kernels that make a block mask of these
+constexpr int kMaskBlock = 128;    // queries and keys of a block of a computed block mask
+constexpr int kMaskThreads = 256;  // threads of a CTA that computes a block mask
 
 constexpr int kSegmentBlock = 64;      // queries or keys of a SegmentBounds
-constexpr int kSegmentThreads = 1024;  // threads of a block that finds SegmentBounds
-constexpr int kSegmentBlocks = 4;      // SegmentBounds that such a block finds
+constexpr int kSegmentThreads = 1024;  // threads of a CTA that computes SegmentBounds
+constexpr int kSegmentBlocks = 4;      // SegmentBounds that a CTA computes
 
-// The most positions that a loop over a head's queries or keys goes on at a time. It ends at a number that an int still
-// has, since no length is larger than kLongest.
+// The largest step of a loop over a head's queries or keys. Lengths are at most kLongest, so loop counters do not
+// overflow an int.
 constexpr int kLargestStep = 4096;
 constexpr int kLongest = 0x7FFFFFFF - kLargestStep;
 
-// Threads that a row of O takes in the mma.sync kernels' backward_prepare: 8 elements each.
+// Lanes for a row of O in Ampere's backward_prepare, with 8 elements each.
 JAX_FLASH_STATIC_HOST_DEVICE constexpr int LanesOfRow(int dim) { return dim <= 8 ? 1 : 2 * LanesOfRow((dim + 1) / 2); }
 
-// --- What a kernel is compiled for ---
+// --- Compile-time configuration ---
 
-// Kernels for GPUs from compute capability 8.0 on, and Hopper's own, for 9.0 alone: kernels/ampere and
-// kernels/hopper.
+// The Ampere family (kernels/ampere) runs from compute capability 8.0 on. The Hopper family (kernels/hopper) runs only
+// on 9.0.
 enum class Family : int { kAmpere = 80, kHopper = 90 };
 
-// A cap above 1000 multiplies an error of tanh of 1e-7 too much.
+// A cap above 1000 amplifies tanh's error of 1e-7 too much.
 enum class SoftCap : int { kNone, kUsual, kLarge };
 JAX_FLASH_STATIC_HOST_DEVICE constexpr SoftCap SoftCapOf(double cap) {
   return cap > 1000 ? SoftCap::kLarge : cap > 0 ? SoftCap::kUsual : SoftCap::kNone;
 }
 
-// The host writes one of each for every kernel, as the constants kProblem and kTiling of its header this_kernel.h
-// (kernel_config.h). They hold what machine code depends on and nothing else: problems that differ in other things
-// share a cubin.
+// The host writes both as the constants kProblem and kTiling of each kernel's header this_kernel.h (kernel_config.h).
+// They hold exactly what machine code depends on, so problems that differ in other ways share a cubin.
 
-// What a problem has, FIELD(type, name, value): `value` is the host's (AddUnit in plan/plan.cc), of a problem `p`. What
-// only the backward, or only its main kernel, asks for is 0 elsewhere. (Properties of score programs are constants of
-// their own header, this_program.h.)
+// Properties of a problem, FIELD(type, name, value). AddUnit in plan/plan.cc evaluates `value` for a problem `p`.
+// Fields that only the backward, or only its main kernel, needs are 0 elsewhere. Properties of score programs are
+// constants of another header, this_program.h.
 #define JAX_FLASH_KERNEL_PROBLEM(FIELD)                                                \
   FIELD(DType, dtype, p.dtype)                                                         \
   FIELD(DType, bias_dtype, p.score.bias_dtype)                                         \
@@ -94,7 +93,7 @@ JAX_FLASH_STATIC_HOST_DEVICE constexpr SoftCap SoftCapOf(double cap) {
   FIELD(bool, dk, main&& p.dk)                                                         \
   FIELD(bool, dv, main&& p.dv)
 
-// What the plan has chosen, FIELD(type, name).
+// The plan's choices, FIELD(type, name).
 #define JAX_FLASH_KERNEL_TILING(FIELD)                                                                             \
   FIELD(Family, family)                                                                                            \
   FIELD(int, rows)        /* queries of a tile of S */                                                             \
@@ -120,30 +119,29 @@ struct KernelTiling {
 
 // --- Arguments ---
 
-// A [B, N, T, S] operand with its strides in elements, 0 for a broadcast dimension.
+// A [B, N, T, S] operand with its strides in elements; 0 for broadcast dimensions.
 template <typename T>
 struct Broadcast {
   T* data;
   int64_t batch, head, row, column;
 };
 
-// What the 64 rows of Q of a block can see as far as segment ids tell: keys of `any` at most, all keys of `every`. (And
-// the same for 64 keys and the rows that see them.)
+// The keys that a block of 64 queries can see by segment ids: at most the keys of `any`, and all keys of `every`. Also
+// the rows that see a block of 64 keys.
 struct SegmentBounds {
   int any_lo, any_hi, every_lo, every_hi;
 };
 
-// Which parts of the keys there are for the rows of a tile of Q.
+// The parts of the keys of a q tile.
 struct PartsOfTile {
   int first, count;
 };
 
-// The members of BlockMask, Params and SinkParams are FIELD(type, name, value). The host computes `value` from the
-// problem `p`, its operands `in`, the results of the forward, the cotangents, the gradients and the layout of scratch
-// memory, where `at` turns an offset into an address (custom_calls.cc). Arrays that the call does not have are null.
+// The members of BlockMask, Params and SinkParams are FIELD(type, name, value). The host evaluates `value` from the
+// problem `p`, its operands `in`, the forward's results, the cotangents, the gradients and the layout of scratch
+// memory; `at` converts an offset to an address (custom_calls.cc). Absent arrays are null.
 
-// A mask of blocks (jax_flash/block_sparse.py), or what scheduler/mask_blocks.cuh makes of a mask operand and a
-// mask_mod.
+// A block mask (jax_flash/block_sparse.py), or the result of scheduler/mask_blocks.cuh.
 #define JAX_FLASH_BLOCK_MASK(FIELD)                                                               \
   FIELD(const int32_t*, blocks, in.blocks)                                                        \
   FIELD(const int32_t*, row_lists, in.row_lists)                                                  \
@@ -157,7 +155,7 @@ struct PartsOfTile {
   FIELD(int, batch, p.mask.block_mask.batch ? (p.mask.block_mask.heads ? int(p.q_heads) : 1) : 0) \
   FIELD(int, head, p.mask.block_mask.heads)
 
-// All kernels of a call are given the same.
+// The arguments of all kernels of a call.
 #define JAX_FLASH_PARAMS(FIELD)                                                                                    \
   FIELD(int, batch, int(p.batch))                                                                                  \
   FIELD(int, q_heads, int(p.q_heads))                                                                              \
@@ -243,15 +241,15 @@ struct Params {
   JAX_FLASH_PARAMS(JAX_FLASH_MEMBER)
 };
 
-// The arguments of kernels with score programs: the numbers that these programs are told for each batch entry and head,
-// the arrays that they look things up in, and the gradients of these arrays.
+// The arguments of kernels with score programs: the ids of batch entries and heads, the captured arrays, and their
+// gradients.
 struct ProgramParams : Params {
   const int32_t *program_batch, *program_head;
   const void* captured[kMaxCaptured];
   float* dcaptured[kMaxCaptured];
 };
 
-// The arguments of kernels whose rows have sinks. A struct of its own keeps the arguments of other kernels unchanged.
+// The arguments of kernels with sinks. A separate struct leaves the arguments of other kernels unchanged.
 #define JAX_FLASH_SINK_PARAMS(FIELD)                                                                 \
   FIELD(Broadcast<const float>, sinks, BroadcastOf(static_cast<const float*>(in.sinks), p.sinks, p)) \
   FIELD(float*, dsinks, static_cast<float*>(gradients.dsinks)) /* [batch, head, row]: each row's part, or null */
@@ -260,8 +258,8 @@ struct SinkParams : ProgramParams {
 };
 #undef JAX_FLASH_MEMBER
 
-// Whether the kernels read an operand (common/arrays.h). The plan does not compile with an operand that is not listed,
-// and refuses calls that have one with false.
+// Do the kernels read an operand (common/arrays.h)? The plan does not compile if an operand is not listed, and refuses
+// calls with an operand that is false here.
 namespace reads {
 constexpr bool query = true, key = true, value = true, scale = true, bias = true, mask = true, sinks = true;
 constexpr bool key_pages = true, value_pages = true, page_table = true;
@@ -271,13 +269,13 @@ constexpr bool blocks = true, row_lists = true, column_lists = true, element_mas
 constexpr bool seed = true, batch_id = true, head_id = true, program_batch = true, program_head = true;
 }  // namespace reads
 
-// A CUtensorMap: of a [batch, time, heads, dim] array, in boxes of rows of kBoxBytes, swizzled.
+// A CUtensorMap of a [batch, time, heads, dim] array, with swizzled boxes of rows of kBoxBytes.
 struct alignas(64) TensorMap {
   uint64_t opaque[16];
 };
 
-// Hopper's kernels have these beside Params, in this order, each a parameter of its own (in a struct ptxas gives some
-// kernels other registers). The map of an array that a call does not have is not looked at; *_rows have boxes of
+// The tensor maps of Hopper's kernels, in this order. Each is a separate parameter, because ptxas allocates different
+// registers for some kernels if they are in a struct. Maps of absent arrays are not used. *_rows have boxes of
 // kAlongsideRows.
 #define JAX_FLASH_FORWARD_MAPS(MAP) MAP(query) MAP(key) MAP(value) MAP(o) MAP(bias)
 #define JAX_FLASH_BACKWARD_MAPS(MAP) \

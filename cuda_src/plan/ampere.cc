@@ -1,4 +1,4 @@
-// The kernels for every GPU from compute capability 8.0 on: mma.sync and cp.async.
+// The Ampere family: kernels with mma.sync and cp.async, for every GPU from compute capability 8.0 on.
 #include <algorithm>
 #include <numeric>
 #include <stdexcept>
@@ -12,7 +12,7 @@ namespace {
 
 // --- Tiles ---
 
-// The wide tiles of head dim 128 take all registers, and pay where two blocks of them fit on a multiprocessor.
+// The wide tiles of head dim 128 need all registers. They are faster if two CTAs fit on an SM.
 constexpr Row kForward[] = {
     {99, 64, {128, 64, 4, 2}, kScoreFeatures},
     {99, 64, {64, 64, 4, 2}},
@@ -35,7 +35,7 @@ constexpr Row kForwardF32[] = {
     {99, 256, {32, 16, 2, 2}},
 };
 
-// Rows are those of a group's heads together. (PartWorkOf says how many blocks a multiprocessor has.)
+// Rows are the rows of all heads of a group. PartWorkOf decides the number of CTAs on each SM.
 constexpr Row kForwardSplit[] = {
     {99, 64, {16, 64, 1, 2}, kManyRows},
     {99, 64, {32, 64, 2, 2}, kManyRows},
@@ -100,8 +100,8 @@ constexpr Table kForwardTable = {kForward, kForwardF32}, kForwardSplitTable = {k
                 kBackwardTable = {kBackward, kBackwardF32}, kBackwardQueryTable = {kBackwardQuery, kBackwardQueryF32},
                 kBackwardBiasTable = {kBackwardBias, kBackwardBiasF32};
 
-// As much of a tile as divides the blocks of a block mask: all, if they are 0. `warps_have_rows`: each of its own, at
-// least 16.
+// The largest tile that divides the blocks of a block mask; the whole tile without one. `warps_have_rows`: each warp
+// owns rows, at least 16.
 KernelTiling WithinBlocks(TileSizes tile, bool warps_have_rows, const Problem& p) {
   tile.rows = int(std::gcd(tile.rows, p.mask.q_block));
   tile.cols = int(std::gcd(tile.cols, p.mask.kv_block));
@@ -125,43 +125,41 @@ KernelTiling SplitTiling(const Target& target, const Problem& p) {
 
 // --- Launches ---
 
-// The kernel that a file is named after: a block for each of `tiles`.
+// The launch of a file's main kernel: one CTA for each of `tiles`.
 Launch MainLaunch(const std::string& entry, int unit, const KernelTiling& tiling, int64_t tiles) {
   Launch launch = {unit, entry, tiles, 32 * tiling.groups};
   launch.dynamic_shared = true;
   return launch;
 }
 
-// How many blocks of ampere/forward_split.cuh a multiprocessor's shared memory has room for.
+// The number of CTAs of ampere/forward_split.cuh that fit into an SM's shared memory.
 int BlocksThatFit(const Target& target, const Problem& p, const KernelTiling& tiling) {
-  constexpr int64_t kReserved = 1024;                                                      // of each block, by CUDA
-  const auto row = [&](int64_t dim) { return RoundUp(dim, 16) * BytesOf(p.dtype) + 16; };  // of a SharedTile
+  constexpr int64_t kReserved = 1024;  // reserved by CUDA for each CTA
+  const auto row = [&](int64_t dim) { return RoundUp(dim, 16) * BytesOf(p.dtype) + 16; };  // a row of a SharedTile
   const int64_t kv = tiling.stages * tiling.cols * (row(p.qk_dim) + row(p.v_dim));
   return int(target.shared * 1024 / (kv + tiling.rows * row(std::max(p.qk_dim, p.v_dim)) + kReserved));
 }
 
-// May the rows of one batch entry see more than those of another? (The kernel counts the tiles of keys of all of them
-// in an int.)
+// Can batch entries see different numbers of keys? The kernel counts the kv tiles of all batch entries in an int.
 bool Balances(const Problem& p, int64_t tiles, int cols) {
   const bool differ = p.mask.query_seq_lengths || p.mask.key_value_seq_lengths || p.mask.query_offset ||
                       p.mask.segment_ids || p.mask.ranges;
   return p.batch > 1 && differ && tiles * DivideUp(p.kv_len, cols) < int64_t(1) << 31;
 }
 
-// How a forward over parts of the keys divides its work.
+// The division of a split-KV forward's work.
 struct PartWork {
-  bool balanced;   // are there stretches of the keys of all batch entries, or parts of each tile of Q's?
+  bool balanced;   // equal stretches over all batch entries, instead of parts of each q tile's keys
   int64_t parts;   // parts of the keys, or stretches
-  int64_t blocks;  // blocks of the grid
-  int64_t tiles;   // tiles of Q that a head of the keys has, in all batch entries
-  int64_t rows;    // rows of O, l and m that all parts have together
+  int64_t blocks;  // CTAs of the grid
+  int64_t tiles;   // q tiles of a key/value head, over all batch entries
+  int64_t rows;    // rows of O, l and m, over all parts
 };
 
-// Enough parts for two blocks on every multiprocessor, or for four where these are small and parts few enough to be
-// merged quickly, if a part has 4 tiles of keys or more. So 64 KB or more of K and V are on their way to a
-// multiprocessor; HBM needs 40 to 60. Where batch entries may see differently many keys, each block has an equal
-// stretch of what all of them see, and no block waits for another to end: two or four on every multiprocessor, if so
-// many fit.
+// Parts have at least 4 kv tiles. There are enough parts for two CTAs on every SM, or for four if CTAs are small and
+// the parts are few enough to merge quickly. Then at least 64 KB of K and V are in flight for each SM; HBM needs 40 to
+// 60 KB. If batch entries can see different numbers of keys, each CTA gets an equal stretch of all their keys, so no
+// CTA finishes late. Two or four such CTAs run on every SM, if they fit.
 PartWork PartWorkOf(const Target& target, const Problem& p) {
   const KernelTiling tiling = SplitTiling(target, p);
   const int64_t few = target.multiprocessors / 2;
@@ -179,20 +177,21 @@ PartWork PartWorkOf(const Target& target, const Problem& p) {
   return {false, parts, of_all * parts, tiles, parts * p.batch * p.q_heads * p.q_len};
 }
 
-// So few that all rows are merged at once, if that can be: a multiprocessor has about four such blocks.
+// The number of rows that a CTA merges: the fewest with which all CTAs run at the same time. An SM can run about four
+// of them.
 int MergedRows(const Target& target, int64_t rows) {
   int merged = 1;
   while (merged < kMergeThreads / 32 && rows > 4 * target.multiprocessors * merged) merged *= 2;
   return merged;
 }
 
-// Of ampere/backward_prepare.cuh.
+// The launch of ampere/backward_prepare.cuh.
 Launch PrepareLaunch(const Problem& p, int unit) {
   const int64_t threads = p.batch * p.q_heads * RoundUp(p.q_len, kRowPadding) * LanesOfRow(int(p.v_dim));
   return {unit, "jax_flash_backward_prepare", DivideUp(threads, kRowThreads), kRowThreads};
 }
 
-// The work on dbias, in parts for so many blocks that every GPU is busy.
+// The work on dbias, in enough parts to keep every GPU busy.
 BiasWork BiasInParts(const Problem& p, const KernelTiling& tiling) {
   constexpr int64_t kBlocks = 512;
   BiasWork work = BiasWorkIn(p, tiling);
@@ -202,16 +201,16 @@ BiasWork BiasInParts(const Problem& p, const KernelTiling& tiling) {
 
 }  // namespace
 
-// With a block for a tile of Q most of the GPU would have nothing to do, or read the keys once for each head of a
-// group. Not with a block mask, which the heads of a group need not share. Fewer keys are worth it if there are many
-// heads.
+// Is a split-KV forward worthwhile? With one CTA for each q tile, most of the GPU would be idle, or each head of a
+// group would read the keys again. It excludes block masks, because the heads of a group may have different masks. With
+// many heads it is worthwhile for fewer keys.
 bool ampere::FewQueries(const Target& target, const Problem& p) {
   const bool many_heads = p.batch * p.q_heads >= target.multiprocessors;
   const bool few = p.q_len <= 16 || (p.q_len <= 64 && !many_heads);
   return few && p.kv_len >= (many_heads ? 512 : 1024) && !p.mask.block_mask.present;
 }
 
-// Where a part has all keys and one head there is nothing to merge: the forward over all keys does it, with the same
+// With a single part and ungrouped heads there is nothing to merge. Then the ordinary forward runs, with the same
 // tiles.
 bool ampere::SplitsKeys(const Target& target, const Problem& p) {
   if (!FewQueries(target, p)) return false;

@@ -32,7 +32,7 @@ bool IsLight(const Program& score_mod) {
              case Op::cast_i_f:
              case Op::result:
                return true;
-             default:  // what a program is given, constants and look-ups, and the first functions of floats
+             default:  // inputs, constants, loads, and the first float functions
                return x.op <= Op::mul_f || (Op::eq_i <= x.op && x.op <= Op::ge_i);
            }
          });

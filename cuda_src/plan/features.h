@@ -1,4 +1,4 @@
-// What a problem may have that a choice of tiles, or a way of computing, may leave to others.
+// Features of a problem that decide its tiles and kernels.
 #pragma once
 
 #include <algorithm>
@@ -12,19 +12,20 @@
 
 namespace jax_flash {
 
-// Whether the entries of a bias can only be looked up one by one: it is broadcast over rows or columns, or these do not
-// begin at multiples of 16 bytes.
+// Must the bias be loaded entry by entry? TMA cannot load it if it is broadcast over rows or columns, or if these are
+// not aligned to 16 bytes.
 bool BiasByEntry(const Problem& p);
 
-// Whether a score_mod leaves registers for large tiles: a few sums, products, comparisons and look-ups.
+// Does a score_mod leave registers for large tiles? It may have a few sums, products, comparisons and loads.
 bool IsLight(const Program& score_mod);
 
-// Whether a score_mod, or its derivative, is a function that is called: wgmmas would wait for each other.
+// Is a score_mod, or its derivative, not inlined? A call would serialize wgmmas.
 inline bool IsCalled(const Problem& p) {
   return std::max(p.score.score_mod.size(), p.score.score_grad.size()) > kMaxInlined;
 }
 
-// FEATURE(name, text, there): what messages call it, and whether the problem `p` has it; `has` are those above.
+// FEATURE(name, text, there): its name in messages, and whether the problem `p` has it. `has` holds the features above
+// it.
 #define JAX_FLASH_FEATURES(FEATURE)                                                                                  \
   FEATURE(kCausal, "is_causal", p.mask.is_causal)                                                                    \
   FEATURE(kWindow, "local_window_size or packed sequences", p.mask.local_window_size.present() || p.mask.ranges)     \
@@ -66,7 +67,7 @@ inline bool IsCalled(const Problem& p) {
   FEATURE(kSmallCap, "logits_soft_cap below 0.01", p.score.logits_soft_cap > 0 && p.score.logits_soft_cap < 0.01)    \
   FEATURE(kHeadDimsUpTo128, "head dims up to 128", std::max(p.qk_dim, p.v_dim) <= 128)
 
-// Likewise of the problem in tiles of `rows` queries, on `target`.
+// Features of the problem in tiles of `rows` queries, on `target`.
 #define JAX_FLASH_TILE_FEATURES(FEATURE)                                          \
   FEATURE(kFewTiles, "fewer tiles than multiprocessors",                          \
           target.multiprocessors > p.batch * p.q_heads * DivideUp(p.q_len, rows)) \
@@ -76,19 +77,19 @@ inline bool IsCalled(const Problem& p) {
 enum FeaturePlace { JAX_FLASH_FEATURES(JAX_FLASH_PLACE) JAX_FLASH_TILE_FEATURES(JAX_FLASH_PLACE) };
 #undef JAX_FLASH_PLACE
 
-// A set of them has these bits.
+// A set of features.
 using FeatureBits = uint64_t;
 #define JAX_FLASH_BIT(name, text, there) name = FeatureBits(1) << name##Place,
 enum Feature : FeatureBits { JAX_FLASH_FEATURES(JAX_FLASH_BIT) JAX_FLASH_TILE_FEATURES(JAX_FLASH_BIT) };
 #undef JAX_FLASH_BIT
 
-// Features with which a row of tiles works, but is slower than others: if no other row fits, it is taken all the same.
+// With these features, a row of tiles works, but others are faster. It is used if no other row fits.
 constexpr FeatureBits kPreferences = kManyKeys | kLongCausal | kFewTiles | kManyRows;
 
 constexpr FeatureBits kLocal = kWindow | kSegments;
-constexpr FeatureBits kAddsToScores = kBias | kScoreMod;              // entry by entry, but for tiles of a bias
+constexpr FeatureBits kAddsToScores = kBias | kScoreMod;              // entry by entry, except tiles of a bias
 constexpr FeatureBits kScoreFeatures = kBias | kSoftCap | kScoreMod;  // scores are formed entry by entry
-constexpr FeatureBits kRanges = kCausal | kLocal | kLengths;          // masks that need no array of all entries
+constexpr FeatureBits kRanges = kCausal | kLocal | kLengths;          // masks without an array of all entries
 constexpr FeatureBits kPositions = kRanges | kQueryOffset;
 
 struct Features {
@@ -98,12 +99,12 @@ struct Features {
   int Count(FeatureBits set) const { return __builtin_popcountll(bits & set); }
 };
 
-// The features of a problem, and those that it has in tiles of so many queries on this GPU.
+// The features of a problem, and its features in tiles of this number of queries on this GPU.
 Features FeaturesOf(const Problem& problem);
 Features FeaturesOfTiles(const Problem& problem, const Target& target, int rows);
 
-// Whether blocks of a block mask, if there is one, are whole tiles, as Hopper's kernels want them; and what messages
-// call those that are not.
+// Do the blocks of a block mask consist of whole tiles, which Hopper's kernels need? True without a block mask.
+// NameOfBlocks describes the blocks in messages.
 inline bool InWholeTiles(const Problem& p, int rows, int cols) {
   return p.mask.q_block % rows == 0 && p.mask.kv_block % cols == 0;
 }
@@ -111,7 +112,7 @@ inline std::string NameOfBlocks(const Problem& p) {
   return "blocks of " + std::to_string(p.mask.q_block) + " x " + std::to_string(p.mask.kv_block);
 }
 
-// The names of the features of a set, as messages have them, in the order of the list above.
+// The names of the features in messages, in the order of the list above.
 std::vector<std::string> NamesOf(Features features);
 
 }  // namespace jax_flash

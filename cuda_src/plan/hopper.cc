@@ -1,4 +1,4 @@
-// Hopper's own kernels: TMA and wgmma, 16-bit elements, and float32 as TF32 up to head dim 128.
+// The Hopper family: kernels with TMA and wgmma, for 16-bit elements, and for float32 as TF32 up to head dim 128.
 #include <algorithm>
 
 #include "cuda_src/plan/family.h"
@@ -10,29 +10,29 @@ namespace {
 
 // --- Tiles ---
 
-// What Hopper's kernels can do. Any other feature, a new one for example, leaves a problem to the kernels for Ampere
-// and later until it is named here. Rows exclude more.
+// The features that Hopper's kernels support. All other features, including new ones, use Ampere's kernels. Rows
+// exclude more.
 constexpr FeatureBits kDerivatives =
     kScoreSlopes | kUnkeptSlopes | kWideSlopesAndSums | kSlopesApart | kGradientsOfScore;
 constexpr FeatureBits kSupported = kPositions | kListed | kMaskMod | kScoreFeatures | kWideBias | kBroadcastBias |
                                    kHeavyMod | kDerivatives | kDropout | kMaskCapDropout | kTornPairs | kSmallCap |
                                    kHeadDimsUpTo128 | kPreferences;
 
-// Figures are in docs/design/forward.md, unless a comment names another page.
+// The measurements are in docs/design/forward.md, unless a comment names another page.
 constexpr Row kForward[] = {
     // Tiles of a bias: a float32 bias leaves less shared memory at d = 128. (masks-and-biases.md)
     {227, 64, {128, 128, 2, 2, true}},
     {227, 128, {128, 128, 2, 2, true}, kWideBias},
     {227, 128, {128, 96, 2, 2, true}},
-    // Up to d = 64, three or four warpgroups hide each other's softmax. With 256 queries, and masks, warpgroups have
-    // keys of their own, which is up to 1.89 times as fast for packed sequences, if there are enough keys. A soft cap
+    // Up to d = 64, three or four warpgroups hide each other's softmax. With 256 queries and masks, each warpgroup
+    // visits its own range of keys. With enough keys this is up to 1.89 times as fast for packed sequences. A soft cap
     // gains 2%, and 8% with a causal mask.
     {227, 64, {256, 64, 4, 8}, kAddsToScores | kDropout | kLocal | kManyKeys | kFewTiles},
     {227, 64, {192, 128, 3, 2}, kAddsToScores | kDropout | kCausal | kLocal | kSoftCap | kFewTiles},
     {227, 64, {256, 64, 4, 8}, kAddsToScores | kDropout | kListed | kLongCausal | kFewTiles},
     {227, 64, {192, 128, 3, 2}, kAddsToScores | kDropout | kLocal | kSoftCap | kFewTiles},
     {227, 64, {192, 112, 3, 2}, kBias | kHeavyMod | kDropout | kLocal | kFewTiles},
-    // Few tiles, and dropout: with 176 keys it is 8% faster at N = 1024. (dropout.md)
+    // Few tiles, and dropout: 176 keys are 8% faster at N = 1024. (dropout.md)
     {227, 64, {128, 128, 2, 3}, kAddsToScores | kDropout | kLocal | kListed},
     {227, 64, {128, 128, 4, 4}, kAddsToScores | kDropout | kSegments | kMaskMod},
     {227, 64, {128, 176, 2, 2}, kAddsToScores | kSoftCap | kCausal | kLocal | kListed},
@@ -42,7 +42,7 @@ constexpr Row kForward[] = {
     {227, 64, {128, 96, 2, 3}},
     // d = 96: +9%, but -6 to -14% with a window, segments or dropout.
     {227, 96, {192, 96, 3, 2}, kAddsToScores | kDropout | kLocal | kFewTiles},
-    // Wider heads: as many keys as registers and shared memory have room for.
+    // Wider heads: the most keys that registers and shared memory have room for.
     {227, 128, {128, 128, 2, 2}, kBias | kHeavyMod},
     {227, 128, {128, 96, 2, 2}, kAddsToScores},
     {227, 128, {128, 64, 2, 2}},
@@ -62,17 +62,17 @@ constexpr Row kForwardF32[] = {
     {227, 128, {128, 32, 2, 2}},
 };
 
-// The backward has no place for the score, for gradients of captured arrays that depend on it; nor for a second kind of
-// slopes, or large slopes in float16.
+// The backward does not keep scores, so captured arrays cannot have gradients that depend on them. It has no room for
+// two kinds of slopes, or for large slopes in float16.
 constexpr FeatureBits kOfBackward = kSupported & ~(kGradientsOfScore | kUnkeptSlopes);
 constexpr Row kBackward[] = {
-    // Large tiles: a soft cap finds its slopes again from P, 329 to 346 TFLOP/s. That divides rounding errors of log P
-    // by the cap, which must not be small. (masks-and-biases.md)
+    // Large tiles: slopes of a soft cap are recomputed from P, 329 to 346 TFLOP/s. That divides rounding errors of log
+    // P by the cap, so the cap must not be small. (masks-and-biases.md)
     {227, 64, {128, 128, 2, 2}, kAddsToScores | kSmallCap | kMaskCapDropout},
     {227, 64, {64, 128, 2, 2, true}},
     {227, 128, {64, 128, 2, 2, true}, kWideBias | kWideSlopesAndSums},
     {227, 128, {64, 128, 2, 2}, kSmallCap | kWideSlopesAndSums},
-    // Pairs are for wide heads only. Their warpgroups exchange P, so it must have the slopes.
+    // Pairs are only for wide heads. Their warpgroups exchange P, so the slopes must be in P.
     {227, 256, {64, 64, 2, 2}, kHeadDimsUpTo128 | kTornPairs | kSmallCap | kSlopesApart},
 };
 
@@ -101,7 +101,7 @@ const Rows& RowsOf(const Problem& p, Pass pass) {
   return (pass == Pass::kForward ? kForwardTable : kBackwardTable).Of(p.dtype);
 }
 
-// Those that fit; none if no tiles do, or the GPU is none for them.
+// The tilings that fit. Empty if none do, or if the GPU is not Hopper.
 Tilings TilingsOf(const Rows& rows, const Target& target, const Problem& p) {
   Tilings tilings;
   if (!target.hopper || IsCalled(p)) return tilings;
@@ -110,30 +110,30 @@ Tilings TilingsOf(const Rows& rows, const Target& target, const Problem& p) {
   return tilings;
 }
 
-// --- The ways of the backward ---
+// --- Variants of the backward ---
 
-constexpr int64_t kMostListedRows = 2048;  // rows in the longest list, for the backward to be one kernel
-constexpr int64_t kLongHead = 1 << 23;     // entries of Q and dO, which are 16 MB, and 16 MB of a f32 dQ: half the L2
+constexpr int64_t kMostListedRows = 2048;  // the longest list of a backward with fused row kernels
+constexpr int64_t kLongHead = 1 << 23;     // entries of Q and dO: 16 MB, plus 16 MB of f32 dQ, which is half the L2
 
-// Whether a part of the GPU would have nothing to do with the tiles of keys that the backward has, in pairs if causal.
-// (More than a sixth of the time.)
+// Would more than a sixth of the GPU's time be idle with the backward's kv tiles? Causal tiles come in pairs.
 bool LeavesIdle(const Target& target, const Problem& p) {
   const int64_t items = DivideUp(p.batch * p.kv_heads * DivideUp(p.kv_len, kPairedKeys), p.mask.is_causal ? 2 : 1);
   return 6 * items < 5 * RoundUp(items, target.multiprocessors);
 }
 
-// Whether the backward does what comes before and after it alongside (hopper/backward_fused_rows.cuh), where all arrays
-// have 16 bits. Three warps a block have to keep up: they do where a row has many keys, or all rows are prepared at
-// once. It is not done beside three masks, two and dropout, or with wide heads and empty rows where single rows and the
-// logsumexp have gradients: registers would be spilled. Heads of Q that share keys are computed one by one then, or too
-// many would be under way at a time, and dK and dV are added up in f32. That is worth it where there are few tiles, or
-// where many heads share keys that so many rows see that these do not stay in the L2. The lists of a block mask are
-// taken head by head, and a long one would hold up the heads after its own.
+// Should the backward fuse the row kernels before and after it (hopper/backward_fused_rows.cuh)? All arrays must have
+// 16 bits. Three warps of each CTA must keep up with the consumers. They do if rows have many keys, or if all rows are
+// prepared at the same time.
+// Some features would spill registers: three masks, two masks with dropout, and wide heads with empty rows if single
+// rows and the logsumexp have gradients. Query heads that share keys are then computed one by one, and dK and dV are
+// added in f32, because otherwise too many heads would be in progress. That is worthwhile with few tiles. It is also
+// worthwhile if large groups share keys, and the rows that see them do not fit into L2. The lists of a block mask are
+// taken head by head, and a long list would delay later heads.
 bool Alongside(const Target& target, const Problem& p) {
   const Features has = FeaturesOf(p);
   const bool few = p.batch * p.q_heads * DivideUp(p.q_len, kRowBlock) <= 3 * target.multiprocessors;
   const bool listed = has.Any(kListed);
-  const int64_t keys = listed ? (p.mask.row_list - kListHeader) * p.mask.kv_block : p.kv_len;  // of a row
+  const int64_t keys = listed ? (p.mask.row_list - kListHeader) * p.mask.kv_block : p.kv_len;  // keys of a row
   if (!few && (keys < 512 || p.q_len > 2 * p.kv_len)) return false;
   const bool narrow = std::max(p.qk_dim, p.v_dim) <= 64;
   const bool long_lists = listed && (p.mask.column_list - kListHeader) * p.mask.q_block > kMostListedRows;
@@ -150,9 +150,9 @@ bool Alongside(const Target& target, const Problem& p) {
          SumsDQ(p);
 }
 
-// Whether heads of Q that share keys are walked together: of larger groups, the rows that CTAs are at would not fit
-// into the L2. With a window or segments a tile of keys has few rows, which stay in the L2 anyway, and walking head by
-// head is 5 to 12% faster.
+// Should a kv tile loop over q tiles first, and for each over the query heads of a group? With large groups, the rows
+// that concurrent CTAs read would otherwise not fit into L2. With a window or segments, a kv tile has few rows, which
+// stay in L2 anyway, and looping head by head is 5 to 12% faster.
 bool Together(const Problem& p) {
   const Features has = FeaturesOf(p);
   return has.Any(kCausal) && p.group() > 4 && !has.Any(kListed | kLocal);
@@ -160,7 +160,7 @@ bool Together(const Problem& p) {
 
 // --- Launches ---
 
-// At most a CTA for each multiprocessor.
+// At most one CTA for each SM.
 Launch MainLaunch(const std::string& entry, int unit, const KernelTiling& tiling, int64_t tiles, Maps maps) {
   Launch launch = {unit, entry, tiles, kWarpgroup * (tiling.groups + 1)};
   launch.persistent = launch.dynamic_shared = true;
@@ -171,14 +171,14 @@ Launch MainLaunch(const std::string& entry, int unit, const KernelTiling& tiling
 // The tiles of the output.
 int64_t Tiles(const Problem& p, const KernelTiling& tiling) { return p.batch * p.q_heads * RowTiles(p, tiling.rows); }
 
-// Blocks of kRowBlock rows in scratch, if the backward has tiles of so many (hopper/row_blocks.cuh).
+// The number of blocks of kRowBlock rows in scratch, if the backward has tiles of `rows` rows (hopper/row_blocks.cuh).
 int64_t RowBlocks(const Problem& p, int64_t rows) {
   return p.batch * p.q_heads * RoundUp(p.q_len, p.score.bias.present ? kRowBlock : rows) / kRowBlock;
 }
 
-// The fewest parts with which all multiprocessors are done soonest.
+// The fewest parts that minimize the time until all SMs are done.
 BiasWork BiasInParts(const Target& target, const Problem& p, const KernelTiling& tiling) {
-  constexpr int64_t kBeside = 2;  // tiles of S that it takes as long to begin and to write a tile of dbias
+  constexpr int64_t kBeside = 2;  // starting and writing a tile of dbias takes as long as this number of tiles of S
   BiasWork work = BiasWorkIn(p, tiling);
   const auto time = [&](int64_t parts) {
     return DivideUp(work.tiles * parts, target.multiprocessors) * (DivideUp(work.summed, parts) + kBeside);
@@ -190,18 +190,19 @@ BiasWork BiasInParts(const Target& target, const Problem& p, const KernelTiling&
   return work;
 }
 
-// How many heads' tiles of keys the backward computes at a time.
+// The number of heads whose kv tiles the backward computes at a time.
 int64_t HeadsAtATime(const Target& target, const Problem& p) {
   return std::min(p.batch * p.q_heads, target.multiprocessors / DivideUp(p.kv_len, kPairedKeys) + 1);
 }
 
-// How many heads have scratch memory, if rows are prepared and finished alongside: four times as many as are computed
-// at a time, some before and some after; or six times, where not all tiles are computed and it takes less time.
+// The number of heads with scratch memory, if row kernels are fused: four times the heads that are computed at a time,
+// because some are prepared before and some are converted after. If not all tiles are computed, heads take less time,
+// and six times as many have scratch memory.
 int64_t HeadsInScratch(const Target& target, const Problem& p) {
   return std::min(p.batch * p.q_heads, (FeaturesOf(p).Any(kCausal | kListed) ? 6 : 4) * HeadsAtATime(target, p));
 }
 
-// Reserves what the kernels have of each row of Q. Returns the number of rows in scratch memory.
+// Reserves scratch memory for each row of Q. Returns the number of rows in it.
 int64_t ReserveHopperRows(const Problem& p, Plan* plan) {
   const int64_t rows = ReserveRows(p, plan);
   if (p.score.bias.present || p.score.score_mod.present()) plan->scratch.Reserve(&Scratch::maximum, 4 * rows);
@@ -209,8 +210,8 @@ int64_t ReserveHopperRows(const Problem& p, Plan* plan) {
   return rows;
 }
 
-// Reserves the scratch memory of the backward. Returns the bytes that have to be 0 before: counters, and sums of dK and
-// dV.
+// Reserves the scratch memory of the backward. Returns the number of bytes that must be zeroed first: counters, and
+// sums of dK and dV.
 int64_t ReserveBackward(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan) {
   Scratch& scratch = plan->scratch;
   const int64_t before = scratch.bytes, heads = p.batch * p.q_heads;
@@ -257,9 +258,9 @@ Tilings hopper::Candidates(const Target& target, const Problem& p, Pass pass) {
   return candidates;
 }
 
-// The kernel must be the one for 16 bits and head dims up to 128, without features that take its last registers (also a
-// window with a query offset) or shared memory. The rows that see a tile of keys, and the keys that a tile of rows
-// sees, must be contiguous.
+// The kernel must be the one for 16-bit types and head dims up to 128. Features that need its last registers or shared
+// memory are excluded, also a window with a query offset. The rows that see a kv tile, and the keys that a q tile sees,
+// must be contiguous.
 Tilings hopper::OrderedCandidates(const Target& target, const Problem& p) {
   if (!p.deterministic || !p.dq || p.mask.ranges || ElementOf(p.dtype).bytes != 2) return {};
   const Features has = FeaturesOf(p);
@@ -287,8 +288,7 @@ std::string hopper::WhyNotBias(const Target& target, const Problem& p) {
   return Obstacle(kBackwardBiasRows, target, p);
 }
 
-// CTAs take their work from a counter if it is uneven and there are more tiles than CTAs, or if there are lists of a
-// block mask.
+// CTAs take tiles from a counter if tiles differ in work and there are more tiles than CTAs, or with a block mask.
 void hopper::AddForward(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan) {
   ReadMasksByRow(p, plan);
   const int unit = AddUnit("hopper/forward.cuh", Asks::kOfBoth, p, tiling, plan);

@@ -5,7 +5,7 @@
 namespace jax_flash {
 namespace {
 
-// All that the kernels depend on: one cubin does for many problems.
+// Everything that these kernels depend on, so that many problems share a cubin.
 int AddMaskUnit(const Problem& p, Plan* plan) {
   Problem any;
   any.dtype = DType::kBF16;
@@ -15,16 +15,16 @@ int AddMaskUnit(const Problem& p, Plan* plan) {
   any.captured = p.captured;
   any.mask.query_offset = p.mask.mask_mod.present() && p.mask.query_offset;
   any.origin = p.mask.mask_mod.present() && p.origin;
-  any.q_len = p.q_len, any.kv_len = p.kv_len;  // not the cubin's business, but that of the programs' integers
+  any.q_len = p.q_len, any.kv_len = p.kv_len;  // not for the cubin, but for the ranges of the programs' integers
   any.mask.q_block = p.mask.q_block, any.mask.kv_block = p.mask.kv_block;
   return AddUnit("scheduler/mask_blocks.cuh", Asks::kOfBoth, any, {Family::kAmpere}, plan);
 }
 
-// Whether blocks that are neither empty nor full have bits: where a mask operand, or a block mask, is to be read beside
-// mask_mod or alone. Otherwise the kernels ask mask_mod of their entries.
+// Do partial blocks have bits? They do with a mask operand or a block mask, also in addition to a mask_mod. Otherwise
+// the kernels evaluate mask_mod for their entries.
 bool StoresBits(const Problem& p) { return p.mask.array.present || p.mask.block_mask.present; }
 
-// The number of blocks that a batch entry has of its own in the mask made from p's mask. A broadcast dim counts once.
+// The number of distinct blocks of a batch entry in the mask made from p's masks. A broadcast dim counts once.
 int64_t OwnBlocks(const Problem& p, const Problem& made) {
   const Extent mod = p.mask_mod_extent();
   const bool rows = p.mask.array.rows || mod.rows || p.mask.block_mask.present;

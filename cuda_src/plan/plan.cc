@@ -15,7 +15,7 @@ namespace jax_flash {
 namespace {
 
 void AddSegments(const Problem& p, Plan* plan) {
-  Problem any;  // nothing in the kernel depends on the problem: one cubin does for all
+  Problem any;  // the kernel does not depend on the problem, so all problems share a cubin
   any.dtype = DType::kBF16;
   any.qk_dim = any.v_dim = 64;
   any.mask.segment_ids = true;
@@ -47,7 +47,7 @@ const FamilyKernels& KernelsOf(const KernelTiling& tiling) {
                        [&](const FamilyKernels& x) { return x.family == tiling.family; });
 }
 
-// The candidate that a part takes.
+// The chosen candidate of a part.
 const KernelTiling& Chosen(Part part, const Tilings& candidates, const Choices& choices, Plan* plan) {
   const int choice = choices[int(part)];
   plan->parts[int(part)].candidates = int(candidates.size());
@@ -61,7 +61,7 @@ const KernelTiling& Chosen(Part part, const Tilings& candidates, const Choices& 
   return candidates.at(choice);
 }
 
-// Remembers the unit that a part has added last.
+// Records the unit that a part added last.
 void SetUnit(Part part, Plan* plan) { plan->parts[int(part)].unit = int(plan->units.size()) - 1; }
 
 void Append(const Tilings& more, Tilings* candidates) {
@@ -81,14 +81,14 @@ void AddForward(const Target& target, const Problem& p, const Choices& choices, 
     }
   }
   if (ampere::SplitsKeys(target, p)) return ampere::AddSplitForward(target, p, plan);
-  // Hopper's smallest tiles have as many registers for an entry as Ampere's, which are no way out.
+  // Hopper's smallest tiles need as few registers as Ampere's, so Ampere's are no fallback.
   if (candidates.empty()) candidates = ampere::Candidates(target, p, Pass::kForward);
   const KernelTiling& tiling = Chosen(Part::kMain, candidates, choices, plan);
   KernelsOf(tiling).add_forward(target, p, tiling, plan);
   SetUnit(Part::kMain, plan);
 }
 
-// Hopper's backward as one kernel has no candidates of Ampere: they need scratch memory for all heads.
+// With fused row kernels, Hopper's backward has no candidates from Ampere, which need scratch memory for all heads.
 Tilings BackwardCandidates(const Target& target, const Problem& p, Plan* plan) {
   Tilings candidates = hopper::Candidates(target, p, Pass::kBackward);
   if (target.hopper && candidates.empty()) {
@@ -112,9 +112,9 @@ void AddBackward(const Target& target, const Problem& given, const Choices& choi
   const Tilings ordered = hopper::OrderedCandidates(target, given);
   if (!ordered.empty()) {
     plan->reasons.push_back("deterministic: blocks add to dQ in a fixed order");
-    p.deterministic = false;  // so that the main kernel adds to dQ (SumsDQ), as by default but in order
+    p.deterministic = false;  // the main kernel adds to dQ (SumsDQ), but in order
   }
-  std::optional<Family> prepared;  // whose kernels have been before
+  std::optional<Family> prepared;  // the family whose kernels have prepared L and D
   if (HasMain(p)) {
     const Tilings candidates = ordered.empty() ? BackwardCandidates(target, p, plan) : ordered;
     const KernelTiling& tiling = Chosen(Part::kMain, candidates, choices, plan);
@@ -138,7 +138,7 @@ void AddBackward(const Target& target, const Problem& given, const Choices& choi
   }
 }
 
-// The plan of a problem that the kernels support, for a GPU that may be too small for its blocks.
+// The plan of a supported problem, on a GPU that may be too small for its CTAs.
 Plan PlanOf(const Problem& p, Pass pass, const Target& target, const Choices& choices) {
   Plan plan;
   if (NothingToCompute(p)) return plan;
@@ -153,20 +153,20 @@ Plan PlanOf(const Problem& p, Pass pass, const Target& target, const Choices& ch
   return plan;
 }
 
-// The most scratch memory that the plans need which the candidates of the parts give.
+// The maximum scratch memory over all choices of candidates.
 int64_t MostScratch(const Problem& p, Pass pass, const Target& target) {
   int64_t bytes = 0;
   Choices choices = {};
   for (int part = 0; part < kParts;) {
     const Plan plan = PlanOf(p, pass, target, choices);
     bytes = std::max(bytes, plan.scratch.bytes);
-    // The next choices, as if they were the digits of a number.
+    // Counts the choices up, like the digits of a number.
     for (part = 0; part < kParts && ++choices[part] >= plan.parts[part].candidates; ++part) choices[part] = 0;
   }
   return bytes;
 }
 
-// All GPUs that differ in a plan's scratch memory.
+// All GPUs whose plans may differ in scratch memory.
 std::vector<Target> AllTargets() {
   std::vector<Target> targets;
   for (int multiprocessors = 1; multiprocessors <= kMostMultiprocessors; ++multiprocessors) {

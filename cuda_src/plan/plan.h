@@ -1,4 +1,4 @@
-// The plan of a pass of a problem on a GPU: its kernels, tiles, numbers of blocks and scratch memory, and the reasons.
+// The plan of a pass on a GPU: kernels, tiles, grid sizes and scratch memory, with reasons.
 #pragma once
 
 #include <array>
@@ -15,10 +15,10 @@ namespace jax_flash {
 
 enum class Pass { kForward, kBackward };
 
-// Why no kernels do the problem on any GPU; empty if they do.
+// The reason why no GPU supports the problem; empty if some do.
 std::string CudaRefusal(const Problem& problem);
 
-// No entry of the results depends on an operand: there is nothing to attend to, or nobody to do it.
+// Are the results independent of the operands, because there are no queries or no keys?
 bool NothingToCompute(const Problem& problem);
 
 // The tensor maps that a kernel takes in addition to Params.
@@ -32,50 +32,50 @@ struct PlannedUnit {
 };
 
 struct Launch {
-  int unit;           // of Plan::units
+  int unit;           // index in Plan::units
   std::string entry;  // name of the kernel
   int64_t blocks;
   int threads;
-  bool persistent = false;      // at most one block a multiprocessor: blocks take their tiles in turn
-  int cluster = 1;              // blocks of a cluster
-  bool dynamic_shared = false;  // as much as the file's jax_flash_shared_bytes says
+  bool persistent = false;      // at most one CTA on each SM; CTAs loop over tiles
+  int cluster = 1;              // CTAs in a cluster
+  bool dynamic_shared = false;  // the file's jax_flash_shared_bytes defines the size
   Maps maps = Maps::kNone;
-  int64_t zero_bytes = 0;  // bytes of scratch memory, from Scratch::taken on, that have to be 0 before
+  int64_t zero_bytes = 0;  // bytes of scratch memory, from Scratch::taken on, that must be zeroed first
 };
 
-// How many blocks there are of it at a time on a GPU with so many multiprocessors: whole clusters.
+// The number of CTAs on a GPU with this number of SMs, in whole clusters.
 int64_t BlocksOf(const Launch& launch, int multiprocessors);
 
-// The kernels of a pass that have several candidates for their tiles: the forward, or the backward for dK, dV and dQ;
-// the one for dQ alone; the one for dbias.
+// The kernels of a pass whose tiles have several candidates: the forward, or the backward for dK, dV and dQ; the kernel
+// for dQ only; the kernel for dbias.
 enum class Part { kMain, kQuery, kBias };
 constexpr int kParts = 3;
-// The number of the candidate that each part takes.
+// The index of the chosen candidate of each part.
 using Choices = std::array<int, kParts>;
 
-// A unit, and how many candidates for its tiles there are; none without such a part.
+// The unit of a part, and the number of candidates for its tiles. Without the part, -1 and 0.
 struct PlannedPart {
-  int unit = -1;  // of Plan::units
+  int unit = -1;  // index in Plan::units
   int candidates = 0;
 };
 
 struct Plan {
   std::vector<PlannedUnit> units;
-  std::vector<Launch> launches;  // one after the other
+  std::vector<Launch> launches;  // in order
   std::array<PlannedPart, kParts> parts;
-  Scratch scratch;                   // what the launches need
-  std::vector<std::string> reasons;  // why it is not otherwise, as sentences
+  Scratch scratch;                   // for all launches
+  std::vector<std::string> reasons;  // sentences that explain the choices
 };
 
-// The plan with these candidates, by default the first. CompiledPlan (compiled_plan.h) finds those that the compiler
-// has enough registers for. Throws std::invalid_argument if that GPU cannot do it.
+// The plan with these candidates, by default the first. CompiledPlan (compiled_plan.h) finds candidates that do not
+// spill. Throws std::invalid_argument if the GPU does not support the problem.
 Plan MakePlan(const Problem& problem, Pass pass, const Target& target, const Choices& choices = {});
 
-// The units as the compiler takes them, with the source of their score programs.
+// The units for the compiler, with the source of their score programs.
 std::vector<Unit> UnitsOf(const Plan& plan);
 
-// The bytes of scratch memory that are enough for each of these GPUs, whatever candidates are taken; if there are no
-// GPUs, for any. 0 if there are no kernels for the problem.
+// The bytes of scratch memory that suffice on each of these GPUs, with any candidates. Without GPUs in the list, they
+// suffice on any GPU. 0 if no kernels support the problem.
 int64_t ScratchBytes(const Problem& problem, Pass pass, const std::vector<Target>& targets);
 
 }  // namespace jax_flash

@@ -14,14 +14,14 @@ int SharedOf(int capability) {
   return 227;
 }
 
-// Of this process, those that there are kernels for.
+// The devices of this process that the kernels support.
 std::vector<Device> LocalDevices() {
   std::vector<Device> devices;
   try {
     for (const Device& device : CudaDevices()) {
       if (device.major >= 8) devices.push_back(device);
     }
-  } catch (const std::runtime_error&) {  // there is no driver
+  } catch (const std::runtime_error&) {  // no driver
   }
   return devices;
 }

@@ -1,4 +1,4 @@
-// What a plan has to know of a GPU.
+// Properties of a GPU for the plan.
 #pragma once
 
 #include <string>
@@ -10,27 +10,28 @@ namespace jax_flash {
 
 struct Target {
   int capability;       // 10 major + minor
-  int multiprocessors;  // kMostMultiprocessors at most
-  int shared;           // KiB of shared memory that a block may have
-  bool hopper;          // are Hopper's own kernels taken where they fit?
+  int multiprocessors;  // at most kMostMultiprocessors
+  int shared;           // KiB of shared memory that a CTA may have
+  bool hopper;          // are Hopper's kernels used where they fit?
 };
 
-// A plan counts on no more multiprocessors, so that there is scratch memory that does for every GPU.
+// Plans use at most this number of SMs. So a bound of the scratch memory over all GPUs exists.
 constexpr int kMostMultiprocessors = 192;
 
-// `arch`: "sm_80", "sm_90a", ... With no number of multiprocessors it is that of the GPU that most often has the
-// architecture: 108 (A100), 132 (H100, H200) or 148 (B200), and 132 of others. JAX_FLASH_CUDA_KERNELS=sm80 has Hopper
-// take the kernels that all GPUs have. Throws std::invalid_argument for what there are no kernels for.
+// `arch`: "sm_80", "sm_90a", ... Without a number of SMs, it is 108 for sm_80 (A100), 148 for sm_100 (B200), and 132
+// for others (H100, H200). JAX_FLASH_CUDA_KERNELS=sm80 selects Ampere's kernels on Hopper. Throws std::invalid_argument
+// for unsupported architectures.
 Target TargetOf(const std::string& arch, int multiprocessors = 0);
 Target TargetOf(const Device& device);
 
-// Those of the GPUs of this process that there are kernels for; none without a driver.
+// The supported GPUs of this process; empty without a driver.
 std::vector<Target> LocalTargets();
 
-// Those of them that kernels for `arch` are compiled for; if there are none, the usual one.
+// The local targets that run code for `arch`; if there are none, its default target.
 std::vector<Target> TargetsOf(const std::string& arch);
 
-// What NVRTC compiles for to run on a GPU of this compute capability. Throws std::invalid_argument if there is nothing.
+// The architecture that NVRTC compiles for, to run on this compute capability. Throws std::invalid_argument if there is
+// none.
 std::string ArchOf(int major, int minor);
 
 }  // namespace jax_flash

@@ -13,8 +13,8 @@ namespace jax_flash {
 
 // Rows of a TMA box have kBoxBytes. The number of rows depends on the array. Boxes of K and V in the forward, and of Q,
 // dO, K and V in the backward, have the rows of a tile. Boxes of results, and of Q in the forward, have kBoxRows. Boxes
-// of the fused row kernels (hopper/backward_fused_rows.cuh) have kAlongsideRows.
-constexpr int kBoxBytes = 128, kBoxRows = 64, kAlongsideRows = 16;
+// of the fused row kernels (hopper/backward_fused_rows.cuh) have kFusedBoxRows.
+constexpr int kBoxBytes = 128, kBoxRows = 64, kFusedBoxRows = 16;
 
 // In the backward's scratch, the queries of a head are padded to a multiple of this, and its keys too if dK and dV are
 // summed there. No tile of the backward is larger.
@@ -26,7 +26,7 @@ constexpr int kWarpgroup = 128;     // threads of a warpgroup; on Hopper a CTA h
 constexpr int kRowThreads = 256;    // threads of a CTA of the kernels before and after a backward
 constexpr int kPairedKeys = 128;    // keys of a CTA of Hopper's backward, or of a cluster of two CTAs
 constexpr int kMergeThreads = 256;  // threads of a CTA that merges parts of the keys
-constexpr int kLeastKeyTiles = 4;   // minimum kv tiles of a part, if there are several parts
+constexpr int kMinKVTiles = 4;      // minimum kv tiles of a part, if there are several parts
 
 constexpr int kMaskBlock = 128;    // queries and keys of a block of a computed block mask
 constexpr int kMaskThreads = 256;  // threads of a CTA that computes a block mask
@@ -35,10 +35,10 @@ constexpr int kSegmentBlock = 64;      // queries or keys of a SegmentBounds
 constexpr int kSegmentThreads = 1024;  // threads of a CTA that computes SegmentBounds
 constexpr int kSegmentBlocks = 4;      // SegmentBounds that a CTA computes
 
-// The largest step of a loop over a head's queries or keys. Lengths are at most kLongest, so loop counters do not
+// The largest step of a loop over a head's queries or keys. Lengths are at most kMaxLength, so loop counters do not
 // overflow an int.
-constexpr int kLargestStep = 4096;
-constexpr int kLongest = 0x7FFFFFFF - kLargestStep;
+constexpr int kMaxStep = 4096;
+constexpr int kMaxLength = 0x7FFFFFFF - kMaxStep;
 
 // Lanes for a row of O in Ampere's backward_prepare, with 8 elements each.
 JAX_FLASH_STATIC_HOST_DEVICE constexpr int LanesOfRow(int dim) { return dim <= 8 ? 1 : 2 * LanesOfRow((dim + 1) / 2); }
@@ -61,53 +61,53 @@ JAX_FLASH_STATIC_HOST_DEVICE constexpr SoftCap SoftCapOf(double cap) {
 // Properties of a problem, FIELD(type, name, value). AddUnit in plan/plan.cc evaluates `value` for a problem `p`.
 // Fields that only the backward, or only its main kernel, needs are 0 elsewhere. Properties of score programs are
 // constants of another header, this_program.h.
-#define JAX_FLASH_KERNEL_PROBLEM(FIELD)                                                \
-  FIELD(DType, dtype, p.dtype)                                                         \
-  FIELD(DType, bias_dtype, p.score.bias_dtype)                                         \
-  FIELD(int, qk_dim, int(p.qk_dim))                                                    \
-  FIELD(int, v_dim, int(p.v_dim))                                                      \
-  FIELD(bool, causal, p.mask.is_causal)                                                \
-  FIELD(bool, window, p.mask.local_window_size.present())                              \
-  FIELD(bool, q_lengths, p.mask.query_seq_lengths)                                     \
-  FIELD(bool, kv_lengths, p.mask.key_value_seq_lengths)                                \
-  FIELD(bool, segments, p.mask.segment_ids)                                            \
-  FIELD(int, page, int(p.page)) /* 0: keys are not in pages */                         \
-  FIELD(bool, ranges, p.mask.ranges)                                                   \
-  FIELD(bool, query_offset, p.mask.query_offset)                                       \
-  FIELD(bool, origin, p.origin)                                                        \
-  FIELD(bool, mask, p.mask.array.present)                                              \
-  FIELD(int, q_block, int(p.mask.q_block)) /* 0: there is no block mask */             \
-  FIELD(int, kv_block, int(p.mask.kv_block))                                           \
-  FIELD(SoftCap, soft_cap, SoftCapOf(p.score.logits_soft_cap))                         \
-  FIELD(bool, dropout, p.dropout())                                                    \
-  FIELD(bool, score_mod, p.score.score_mod.present())                                  \
-  FIELD(bool, mask_mod, p.mask.mask_mod.present())                                     \
-  FIELD(bool, score_grad, backward&& p.score.score_mod.present() && p.needs_ds())      \
-  FIELD(bool, captured_gradients, main&& p.captured_gradients())                       \
-  FIELD(bool, full_precision, p.dtype == DType::kF32 && p.full_precision) /* of f32 */ \
-  FIELD(bool, sinks, p.sinks.present)                                                  \
-  FIELD(bool, empty_rows, backward&& p.may_empty_rows())                               \
-  FIELD(bool, unrounded, p.output_dtype() != p.dtype) /* o and dq are f32 */           \
-  FIELD(bool, dlogsumexp, backward&& p.dlogsumexp)                                     \
-  FIELD(bool, dq, main&& SumsDQ(p)) /* added up in f32 */                              \
-  FIELD(bool, dk, main&& p.dk)                                                         \
+#define JAX_FLASH_KERNEL_PROBLEM(FIELD)                                           \
+  FIELD(DType, dtype, p.dtype)                                                    \
+  FIELD(DType, bias_dtype, p.score.bias_dtype)                                    \
+  FIELD(int, qk_dim, int(p.qk_dim))                                               \
+  FIELD(int, v_dim, int(p.v_dim))                                                 \
+  FIELD(bool, causal, p.mask.is_causal)                                           \
+  FIELD(bool, window, p.mask.local_window_size.present())                         \
+  FIELD(bool, q_lengths, p.mask.query_seq_lengths)                                \
+  FIELD(bool, kv_lengths, p.mask.key_value_seq_lengths)                           \
+  FIELD(bool, segments, p.mask.segment_ids)                                       \
+  FIELD(int, page, int(p.page)) /* keys per page; 0: no pages */                  \
+  FIELD(bool, ranges, p.mask.ranges)                                              \
+  FIELD(bool, query_offset, p.mask.query_offset)                                  \
+  FIELD(bool, origin, p.origin)                                                   \
+  FIELD(bool, mask, p.mask.array.present)                                         \
+  FIELD(int, q_block, int(p.mask.q_block)) /* 0: no block mask */                 \
+  FIELD(int, kv_block, int(p.mask.kv_block))                                      \
+  FIELD(SoftCap, soft_cap, SoftCapOf(p.score.logits_soft_cap))                    \
+  FIELD(bool, dropout, p.dropout())                                               \
+  FIELD(bool, score_mod, p.score.score_mod.present())                             \
+  FIELD(bool, mask_mod, p.mask.mask_mod.present())                                \
+  FIELD(bool, score_grad, backward&& p.score.score_mod.present() && p.needs_ds()) \
+  FIELD(bool, captured_gradients, main&& p.captured_gradients())                  \
+  FIELD(bool, full_precision, p.dtype == DType::kF32 && p.full_precision)         \
+  FIELD(bool, sinks, p.sinks.present)                                             \
+  FIELD(bool, empty_rows, backward&& p.may_empty_rows())                          \
+  FIELD(bool, unrounded, p.output_dtype() != p.dtype) /* o and dq are f32 */      \
+  FIELD(bool, dlogsumexp, backward&& p.dlogsumexp)                                \
+  FIELD(bool, dq, main&& SumsDQ(p)) /* summed in f32 */                           \
+  FIELD(bool, dk, main&& p.dk)                                                    \
   FIELD(bool, dv, main&& p.dv)
 
 // The plan's choices, FIELD(type, name).
-#define JAX_FLASH_KERNEL_TILING(FIELD)                                                                             \
-  FIELD(Family, family)                                                                                            \
-  FIELD(int, rows)        /* queries of a tile of S */                                                             \
-  FIELD(int, cols)        /* keys */                                                                               \
-  FIELD(int, groups)      /* warps, or on Hopper warpgroups beside the one that loads */                           \
-  FIELD(int, stages)      /* tiles in flight */                                                                    \
-  FIELD(bool, bias_tiles) /* does TMA load the bias? */                                                            \
-  FIELD(int, packed)      /* a forward over parts of the keys: heads whose rows share a tile; else 0 */            \
-  FIELD(bool, balanced)   /* it has equal stretches of all batch entries' keys (ampere/balanced_split.cuh) */      \
-  FIELD(int, merged_rows) /* of O, whose parts a block merges: 1, 2, 4 or 8 */                                     \
-  FIELD(bool, alongside)  /* Hopper's backward is all in one kernel; */                                            \
-  FIELD(bool, sum_kv)     /* heads of Q that share keys are then computed one by one, dK and dV added up in f32 */ \
-  FIELD(bool, together)   /* or they are walked together */                                                        \
-  FIELD(bool, ordered)    /* Hopper's backward adds to dQ in a fixed order */
+#define JAX_FLASH_KERNEL_TILING(FIELD)                                                                     \
+  FIELD(Family, family)                                                                                    \
+  FIELD(int, rows)               /* queries of a tile of S */                                              \
+  FIELD(int, cols)               /* keys */                                                                \
+  FIELD(int, groups)             /* warps, or on Hopper consumer warpgroups */                             \
+  FIELD(int, stages)             /* tiles in flight */                                                     \
+  FIELD(bool, bias_tiles)        /* does TMA load the bias? */                                             \
+  FIELD(int, packed)             /* split-KV forward: heads whose rows share a tile; else 0 */             \
+  FIELD(bool, balanced)          /* split-KV by equal stretches of all keys (ampere/balanced_split.cuh) */ \
+  FIELD(int, merged_rows)        /* rows of O that a CTA merges: 1, 2, 4 or 8 */                           \
+  FIELD(bool, fused_rows)        /* does Hopper's backward fuse the row kernels? */                        \
+  FIELD(bool, sum_kv)            /* then: query heads one by one, with dK and dV summed in f32? */         \
+  FIELD(bool, interleaved_heads) /* else: loop over q tiles first, then over the heads of a group? */      \
+  FIELD(bool, ordered)           /* does Hopper's backward add to dQ in a fixed order? */
 
 #define JAX_FLASH_MEMBER(type, name, ...) type name;
 struct KernelProblem {
@@ -148,90 +148,88 @@ struct PartsOfTile {
   FIELD(const int32_t*, column_lists, in.column_lists)                                            \
   FIELD(const uint32_t*, element_masks, in.element_masks)                                         \
   FIELD(const uint32_t*, transposed_masks, at(layout.transposed_bits)) /* by key */               \
-  FIELD(int, element_mask_count, int(p.mask.element_masks))            /* of a batch entry */     \
-  FIELD(int, row_width, int(p.mask.row_list))                          /* of the lists */         \
+  FIELD(int, element_mask_count, int(p.mask.element_masks))            /* for each batch entry */ \
+  FIELD(int, row_width, int(p.mask.row_list))                          /* size of a list */       \
   FIELD(int, column_width, int(p.mask.column_list))                                               \
-  /* The next batch entry's or head's is so many heads further on; 0: it is the same. */          \
+  /* Strides in heads between batch entries and between heads; 0: shared. */                      \
   FIELD(int, batch, p.mask.block_mask.batch ? (p.mask.block_mask.heads ? int(p.q_heads) : 1) : 0) \
   FIELD(int, head, p.mask.block_mask.heads)
 
 // The arguments of all kernels of a call.
-#define JAX_FLASH_PARAMS(FIELD)                                                                                    \
-  FIELD(int, batch, int(p.batch))                                                                                  \
-  FIELD(int, q_heads, int(p.q_heads))                                                                              \
-  FIELD(int, kv_heads, int(p.kv_heads))                                                                            \
-  FIELD(int, q_len, int(p.q_len))                                                                                  \
-  FIELD(int, kv_len, int(p.kv_len))                                                                                \
-  FIELD(const float*, scale, static_cast<const float*>(in.scale)) /* τ */                                          \
-  FIELD(float, soft_cap, float(p.score.logits_soft_cap))                                                           \
-  FIELD(float, inverse_soft_cap, p.score.logits_soft_cap > 0 ? float(1 / p.score.logits_soft_cap) : 0.0f)          \
-  FIELD(int64_t, window_left, p.mask.local_window_size.left) /* -1: unbounded */                                   \
-  FIELD(int64_t, window_right, p.mask.local_window_size.right)                                                     \
-  FIELD(const void*, query, in.query)                                                                              \
-  FIELD(const void*, key, p.page > 0 ? in.key_pages : in.key)                                                      \
-  FIELD(const void*, value, p.page > 0 ? in.value_pages : in.value)                                                \
-  FIELD(Broadcast<const void>, bias, BroadcastOf(in.bias, p.score.bias, p))                                        \
-  FIELD(Broadcast<const uint8_t>, mask, BroadcastOf(in.mask, p.mask.array, p))                                     \
-  FIELD(const int32_t*, q_lengths, in.query_seq_lengths)                                                           \
-  FIELD(const int32_t*, kv_lengths, in.key_value_seq_lengths)                                                      \
-  FIELD(const int32_t*, q_segments, in.query_segment_ids)                                                          \
-  FIELD(const int32_t*, kv_segments, in.key_value_segment_ids)                                                     \
-  FIELD(const int32_t*, query_offset, in.query_offset)                                                             \
-  FIELD(SegmentBounds*, q_bounds, at(layout.q_bounds)) /* [batch, block of 64 queries or keys] */                  \
-  FIELD(SegmentBounds*, kv_bounds, at(layout.kv_bounds))                                                           \
-  FIELD(const uint32_t*, seed, in.seed)                                                                            \
-  FIELD(const uint32_t*, batch_id, in.batch_id)                                                                    \
-  FIELD(const uint32_t*, head_id, in.head_id)                                                                      \
-  /* In both halves, for what takes two entries at once. */                                                        \
-  FIELD(uint32_t, drop_threshold, uint32_t(p.drop_threshold) * 0x10001)                                            \
-  FIELD(float, keep_scale, float(p.keep_scale()))                                                                  \
-  FIELD(void*, o, forward.o)                                                                                       \
-  FIELD(float*, l, static_cast<float*>(forward.l)) /* [batch, head, row] */                                        \
-  FIELD(float*, m, static_cast<float*>(forward.m))                                                                 \
-  FIELD(const void*, d_o, cotangents.d_o)                                                                          \
-  FIELD(const float*, dlogsumexp, static_cast<const float*>(cotangents.dlogsumexp)) /* [batch, head, row] */       \
-  /* What a kernel needs of m, l and D, and dQ in f32, in the kernel's own order; */                               \
-  FIELD(float*, logsumexp, at(layout.logsumexp))                                                                   \
-  FIELD(float*, d, at(layout.d))                                                                                   \
-  FIELD(float*, dq_sum, at(layout.dq_sum))                                                                         \
-  /* and if heads of Q that share keys are computed one by one (kSumKV), 0 at first */                             \
-  FIELD(float*, dk_sum, at(layout.dk_sum))                                                                         \
-  FIELD(float*, dv_sum, at(layout.dv_sum))                                                                         \
-  FIELD(void*, dq, gradients.dq)                                                                                   \
-  FIELD(void*, dk, gradients.dk)                                                                                   \
-  FIELD(void*, dv, gradients.dv)                                                                                   \
-  FIELD(void*, dbias, gradients.dbias)                                                                             \
-  FIELD(float*, dbias_parts, at(layout.dbias_parts)) /* [parts, of its shape], if there are several */             \
-  /* Of dbias; of the keys in a forward over parts of them, or of stretches of them if it is balanced. */          \
-  FIELD(int, parts, layout.parts)                                                                                  \
-  /* For how many heads scratch is used at a time, if hopper/backward_fused_rows.cuh does all; */                  \
-  FIELD(int, scratch_heads, layout.heads)                                                                          \
-  /* of all heads the last, whose tiles may be taken together; no more than scratch_heads. */                      \
-  FIELD(int, last_heads, layout.last_heads)                                                                        \
-  FIELD(float*, maximum, at(layout.maximum)) /* m, where the kernel on Hopper takes it apart (kSeparateMaximum) */ \
-  /* What each part of the keys has for O, l and m, in the forward over them: [part, batch, head, row]; if it */   \
-  /* is balanced [part, head of the keys, row of a tile of Q]. */                                                  \
-  FIELD(float*, o_parts, at(layout.o_parts))                                                                       \
-  FIELD(float*, l_parts, at(layout.l_parts))                                                                       \
-  FIELD(float*, m_parts, at(layout.m_parts))                                                                       \
-  FIELD(BlockMask, block_mask, block_mask(blocks_p, blocks_in))                                                    \
-  FIELD(int*, mask_counts, at(layout.mask_counts))  /* the lengths of its lists, then */                           \
-  FIELD(BlockMask, given_blocks, block_mask(p, in)) /* the operand: another one if there is a mask */              \
-  /* 0 at first, what CTAs on Hopper count: tiles, of which each CTA takes the next; */                            \
-  FIELD(int*, taken, at(layout.taken))                                                                             \
-  /* in the backward blocks of 64 rows of Q, likewise; */                                                          \
-  FIELD(int*, rows_taken, at(layout.rows_taken))                                                                   \
-  /* of each head those that are prepared, and the tiles of keys whose dQ has been added (if kOrdered of each */   \
-  /* tile of rows). */                                                                                             \
-  FIELD(int*, prepared, at(layout.prepared))                                                                       \
-  FIELD(int*, added, at(layout.added))                                                                             \
-  FIELD(const int32_t*, origin, in.origin) /* the first row and key, as dropout and programs count them */         \
-  FIELD(const int32_t*, keys_of_rows, in.keys_of_rows)                                                             \
-  FIELD(const int32_t*, rows_of_keys, in.rows_of_keys)                                                             \
-  FIELD(const int32_t*, page_table, in.page_table) /* [batch, page of its keys] */                                 \
-  FIELD(int, pages, int(p.pages))                                                                                  \
-  FIELD(PartsOfTile*, tile_parts, at(layout.tile_parts)) /* [batch, tile of Q of a head], if it is balanced */     \
-  /* A bit for each row of Q on Hopper, in the order of d: is it empty? If kEmptyRows. */                          \
+#define JAX_FLASH_PARAMS(FIELD)                                                                                       \
+  FIELD(int, batch, int(p.batch))                                                                                     \
+  FIELD(int, q_heads, int(p.q_heads))                                                                                 \
+  FIELD(int, kv_heads, int(p.kv_heads))                                                                               \
+  FIELD(int, q_len, int(p.q_len))                                                                                     \
+  FIELD(int, kv_len, int(p.kv_len))                                                                                   \
+  FIELD(const float*, scale, static_cast<const float*>(in.scale)) /* τ */                                             \
+  FIELD(float, soft_cap, float(p.score.logits_soft_cap))                                                              \
+  FIELD(float, inverse_soft_cap, p.score.logits_soft_cap > 0 ? float(1 / p.score.logits_soft_cap) : 0.0f)             \
+  FIELD(int64_t, window_left, p.mask.local_window_size.left) /* -1: unbounded */                                      \
+  FIELD(int64_t, window_right, p.mask.local_window_size.right)                                                        \
+  FIELD(const void*, query, in.query)                                                                                 \
+  FIELD(const void*, key, p.page > 0 ? in.key_pages : in.key)                                                         \
+  FIELD(const void*, value, p.page > 0 ? in.value_pages : in.value)                                                   \
+  FIELD(Broadcast<const void>, bias, BroadcastOf(in.bias, p.score.bias, p))                                           \
+  FIELD(Broadcast<const uint8_t>, mask, BroadcastOf(in.mask, p.mask.array, p))                                        \
+  FIELD(const int32_t*, q_lengths, in.query_seq_lengths)                                                              \
+  FIELD(const int32_t*, kv_lengths, in.key_value_seq_lengths)                                                         \
+  FIELD(const int32_t*, q_segments, in.query_segment_ids)                                                             \
+  FIELD(const int32_t*, kv_segments, in.key_value_segment_ids)                                                        \
+  FIELD(const int32_t*, query_offset, in.query_offset)                                                                \
+  FIELD(SegmentBounds*, q_bounds, at(layout.q_bounds)) /* [batch, block of 64 queries or keys] */                     \
+  FIELD(SegmentBounds*, kv_bounds, at(layout.kv_bounds))                                                              \
+  FIELD(const uint32_t*, seed, in.seed)                                                                               \
+  FIELD(const uint32_t*, batch_id, in.batch_id)                                                                       \
+  FIELD(const uint32_t*, head_id, in.head_id)                                                                         \
+  /* In both halves, for comparisons of two entries at a time. */                                                     \
+  FIELD(uint32_t, drop_threshold, uint32_t(p.drop_threshold) * 0x10001)                                               \
+  FIELD(float, keep_scale, float(p.keep_scale()))                                                                     \
+  FIELD(void*, o, forward.o)                                                                                          \
+  FIELD(float*, l, static_cast<float*>(forward.l)) /* [batch, head, row] */                                           \
+  FIELD(float*, m, static_cast<float*>(forward.m))                                                                    \
+  FIELD(const void*, d_o, cotangents.d_o)                                                                             \
+  FIELD(const float*, dlogsumexp, static_cast<const float*>(cotangents.dlogsumexp)) /* [batch, head, row] */          \
+  /* L and D of each row, and dQ in f32, in the order of the kernel. */                                               \
+  FIELD(float*, logsumexp, at(layout.logsumexp))                                                                      \
+  FIELD(float*, d, at(layout.d))                                                                                      \
+  FIELD(float*, dq_sum, at(layout.dq_sum))                                                                            \
+  /* With kSumKV: sums of dK and dV, zeroed by the host. */                                                           \
+  FIELD(float*, dk_sum, at(layout.dk_sum))                                                                            \
+  FIELD(float*, dv_sum, at(layout.dv_sum))                                                                            \
+  FIELD(void*, dq, gradients.dq)                                                                                      \
+  FIELD(void*, dk, gradients.dk)                                                                                      \
+  FIELD(void*, dv, gradients.dv)                                                                                      \
+  FIELD(void*, dbias, gradients.dbias)                                                                                \
+  FIELD(float*, dbias_parts, at(layout.dbias_parts)) /* [parts, shape of dbias], if there are several parts */        \
+  /* The number of parts of dbias, or of split-KV; if balanced, of stretches. */                                      \
+  FIELD(int, parts, layout.parts)                                                                                     \
+  /* With kFusedRows: the number of heads with scratch at a time, */                                                  \
+  FIELD(int, scratch_heads, layout.heads)                                                                             \
+  /* and the number of last heads, whose tiles may be interleaved; at most scratch_heads. */                          \
+  FIELD(int, last_heads, layout.last_heads)                                                                           \
+  FIELD(float*, maximum, at(layout.maximum)) /* m, with kSeparateMaximum on Hopper */                                 \
+  /* Split-KV: O, l and m of each part, [part, batch, head, row]; if balanced, [part, kv head, row of the q tile]. */ \
+  FIELD(float*, o_parts, at(layout.o_parts))                                                                          \
+  FIELD(float*, l_parts, at(layout.l_parts))                                                                          \
+  FIELD(float*, m_parts, at(layout.m_parts))                                                                          \
+  FIELD(BlockMask, block_mask, block_mask(blocks_p, blocks_in))                                                       \
+  FIELD(int*, mask_counts, at(layout.mask_counts))  /* scratch: the lengths of its lists */                           \
+  FIELD(BlockMask, given_blocks, block_mask(p, in)) /* the operand; differs if a mask is converted */                 \
+  /* Counters, zeroed by the host: the next tile, */                                                                  \
+  FIELD(int*, tile_counter, at(layout.tile_counter))                                                                  \
+  /* with kFusedRows the next block of 64 rows of Q, */                                                               \
+  FIELD(int*, row_block_counter, at(layout.row_block_counter))                                                        \
+  /* of each head the prepared blocks and the kv tiles added to dQ (with kOrdered, of each q tile). */                \
+  FIELD(int*, prepared, at(layout.prepared))                                                                          \
+  FIELD(int*, added, at(layout.added))                                                                                \
+  FIELD(const int32_t*, origin, in.origin) /* global index of the first row and key */                                \
+  FIELD(const int32_t*, keys_of_rows, in.keys_of_rows)                                                                \
+  FIELD(const int32_t*, rows_of_keys, in.rows_of_keys)                                                                \
+  FIELD(const int32_t*, page_table, in.page_table) /* [batch, page of the entry's keys] */                            \
+  FIELD(int, pages, int(p.pages))                                                                                     \
+  FIELD(PartsOfTile*, tile_parts, at(layout.tile_parts)) /* [batch, q tile of a head], if balanced */                 \
+  /* With kEmptyRows on Hopper: one bit for each row of Q, in the order of d. */                                      \
   FIELD(uint32_t*, empty_rows, at(layout.empty_rows))
 
 struct BlockMask {
@@ -252,7 +250,7 @@ struct ProgramParams : Params {
 // The arguments of kernels with sinks. A separate struct leaves the arguments of other kernels unchanged.
 #define JAX_FLASH_SINK_PARAMS(FIELD)                                                                 \
   FIELD(Broadcast<const float>, sinks, BroadcastOf(static_cast<const float*>(in.sinks), p.sinks, p)) \
-  FIELD(float*, dsinks, static_cast<float*>(gradients.dsinks)) /* [batch, head, row]: each row's part, or null */
+  FIELD(float*, dsinks, static_cast<float*>(gradients.dsinks)) /* [batch, head, row], or null */
 struct SinkParams : ProgramParams {
   JAX_FLASH_SINK_PARAMS(JAX_FLASH_MEMBER)
 };
@@ -276,7 +274,7 @@ struct alignas(64) TensorMap {
 
 // The tensor maps of Hopper's kernels, in this order. Each is a separate parameter, because ptxas allocates different
 // registers for some kernels if they are in a struct. Maps of absent arrays are not used. *_rows have boxes of
-// kAlongsideRows.
+// kFusedBoxRows.
 #define JAX_FLASH_FORWARD_MAPS(MAP) MAP(query) MAP(key) MAP(value) MAP(o) MAP(bias)
 #define JAX_FLASH_BACKWARD_MAPS(MAP) \
   MAP(query) MAP(key) MAP(value) MAP(d_o) MAP(dk) MAP(dv) MAP(o_rows) MAP(d_o_rows) MAP(dq_rows) MAP(bias)

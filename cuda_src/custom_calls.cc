@@ -229,7 +229,7 @@ void Run(const Problem& p, const Loaded& loaded, void* stream, SinkParams& param
       JAX_FLASH_BACKWARD_BIAS_MAPS(ARGUMENT)
 #undef ARGUMENT
     }
-    Zero(params.taken, launch.zero_bytes, stream);
+    Zero(params.tile_counter, launch.zero_bytes, stream);
     Check(CudaDriver().cuLaunchKernel(launch.function, launch.blocks, 1, 1, launch.threads, 1, 1, launch.shared_bytes,
                                       stream, arguments, nullptr),
           "cuLaunchKernel");

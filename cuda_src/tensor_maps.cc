@@ -71,10 +71,10 @@ BackwardMaps BackwardMapsOf(const Problem& p, const Params& x, const KernelTilin
   maps.d_o = MapOf(p, OfQueries(p, x.d_o, p.v_dim), element.loaded_type, tiling.rows);
   maps.dk = MapOf(p, OfKeys(p, x.dk, p.qk_dim), element.map_type, kBoxRows);
   maps.dv = MapOf(p, OfKeys(p, x.dv, p.v_dim), element.map_type, kBoxRows);
-  if (tiling.alongside) {
-    maps.o_rows = MapOf(p, OfQueries(p, x.o, p.v_dim), element.map_type, kAlongsideRows);
-    maps.d_o_rows = MapOf(p, OfQueries(p, x.d_o, p.v_dim), element.loaded_type, kAlongsideRows);
-    maps.dq_rows = MapOf(p, OfQueries(p, x.dq, p.qk_dim), element.map_type, kAlongsideRows);
+  if (tiling.fused_rows) {
+    maps.o_rows = MapOf(p, OfQueries(p, x.o, p.v_dim), element.map_type, kFusedBoxRows);
+    maps.d_o_rows = MapOf(p, OfQueries(p, x.d_o, p.v_dim), element.loaded_type, kFusedBoxRows);
+    maps.dq_rows = MapOf(p, OfQueries(p, x.dq, p.qk_dim), element.map_type, kFusedBoxRows);
   }
   return maps;
 }

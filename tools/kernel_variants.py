@@ -334,7 +334,7 @@ def tested() -> list[Variant]:
     pair is combined with every head dim and tile size, which would take too long for CI.
     """
     not_paired = ("qk_dim", "v_dim", "rows", "cols", "groups", "stages", "q_block", "kv_block")
-    hopper_keys = ("dtype", "alongside", "sum_kv", "together")
+    hopper_keys = ("dtype", "fused_rows", "sum_kv", "interleaved_heads")
 
     def pairs_of(variant: Variant) -> list[tuple[Any, ...]]:
         fields = dict(variant.fields)

@@ -164,7 +164,7 @@ PartWork PartWorkOf(const Target& target, const Problem& p) {
   const KernelTiling tiling = SplitTiling(target, p);
   const int64_t few = target.multiprocessors / 2;
   const int64_t tiles = p.batch * DivideUp(p.q_len * p.group(), tiling.rows), of_all = tiles * p.kv_heads;
-  const int64_t least = kLeastKeyTiles * tiling.cols;
+  const int64_t least = kMinKVTiles * tiling.cols;
   if (Balances(p, tiles, tiling.cols)) {
     const int64_t blocks = std::min(tiling.rows <= 32 ? 4 : 2, std::max(BlocksThatFit(target, p, tiling), 1));
     const int64_t wanted = std::min(blocks * target.multiprocessors / p.kv_heads, tiles * p.kv_len / least);
@@ -231,7 +231,7 @@ void ampere::AddSplitForward(const Target& target, const Problem& p, Plan* plan)
   tiling.balanced = work.balanced;
   const int64_t rows = p.batch * p.q_heads * p.q_len;
   tiling.merged_rows = MergedRows(target, rows);
-  const int unit = AddUnit("ampere/forward_split.cuh", Asks::kOfBoth, p, tiling, plan);
+  const int unit = AddUnit("ampere/forward_split.cuh", DependsOn::kBothPasses, p, tiling, plan);
   plan->launches.push_back(MainLaunch("jax_flash_forward", unit, tiling, work.blocks));
   plan->launches.push_back({unit, "jax_flash_forward_merge", DivideUp(rows, tiling.merged_rows), kMergeThreads});
 }
@@ -252,15 +252,15 @@ Tilings ampere::BiasCandidates(const Target& target, const Problem& p) {
 void ampere::AddForward(const Target&, const Problem& p, const KernelTiling& tiling, Plan* plan) {
   ReadMasksByRow(p, plan);
   const int64_t tiles = p.batch * p.q_heads * RowTiles(p, tiling.rows);
-  plan->launches.push_back(
-      MainLaunch("jax_flash_forward", AddUnit("ampere/forward.cuh", Asks::kOfBoth, p, tiling, plan), tiling, tiles));
+  plan->launches.push_back(MainLaunch(
+      "jax_flash_forward", AddUnit("ampere/forward.cuh", DependsOn::kBothPasses, p, tiling, plan), tiling, tiles));
 }
 
 void ampere::AddBackward(const Target&, const Problem& p, const KernelTiling& tiling, Plan* plan) {
   ReadMasksByRow(p, plan);
   const int64_t scratch_rows = ReserveRows(p, plan);
   if (SumsDQ(p)) plan->scratch.Reserve(&Scratch::dq_sum, 4 * scratch_rows * p.qk_dim);
-  const int unit = AddUnit("ampere/backward.cuh", Asks::kOfMain, p, tiling, plan);
+  const int unit = AddUnit("ampere/backward.cuh", DependsOn::kMain, p, tiling, plan);
   plan->launches.push_back(PrepareLaunch(p, unit));
   const int64_t tiles = p.batch * p.kv_heads * ColumnTiles(p, tiling.cols);
   plan->launches.push_back(MainLaunch("jax_flash_backward", unit, tiling, tiles));
@@ -272,13 +272,13 @@ void ampere::AddBackward(const Target&, const Problem& p, const KernelTiling& ti
 
 void ampere::AddRows(const Problem& p, Plan* plan) {
   ReserveRows(p, plan);
-  const int unit = AddUnit("ampere/backward_prepare.cuh", Asks::kOfBackward, p, {Family::kAmpere}, plan);
+  const int unit = AddUnit("ampere/backward_prepare.cuh", DependsOn::kBackward, p, {Family::kAmpere}, plan);
   plan->launches.push_back(PrepareLaunch(p, unit));
 }
 
 void ampere::AddQuery(const Problem& p, const KernelTiling& tiling, Plan* plan) {
   ReadMasksByRow(p, plan);
-  const int unit = AddUnit("ampere/backward_query.cuh", Asks::kOfBackward, p, tiling, plan);
+  const int unit = AddUnit("ampere/backward_query.cuh", DependsOn::kBackward, p, tiling, plan);
   const int64_t tiles = p.batch * p.q_heads * RowTiles(p, tiling.rows);
   plan->launches.push_back(MainLaunch("jax_flash_backward_query", unit, tiling, tiles));
 }
@@ -286,7 +286,7 @@ void ampere::AddQuery(const Problem& p, const KernelTiling& tiling, Plan* plan) 
 void ampere::AddBias(const Target&, const Problem& p, const KernelTiling& tiling, bool prepared, Plan* plan) {
   ReadMasksByRow(p, plan);
   ReserveRows(p, plan);
-  const int unit = AddUnit("ampere/backward_bias.cuh", Asks::kOfBackward, p, tiling, plan);
+  const int unit = AddUnit("ampere/backward_bias.cuh", DependsOn::kBackward, p, tiling, plan);
   const BiasWork work = BiasInParts(p, tiling);
   if (!prepared) plan->launches.push_back(PrepareLaunch(p, unit));
   plan->launches.push_back(MainLaunch("jax_flash_backward_bias", unit, tiling, work.tiles * work.parts));

@@ -23,10 +23,10 @@ inline bool HasMain(const Problem& p) { return p.dk || p.dv || SumsDQ(p) || p.ca
 
 // The parts of a problem that the kernels of a file depend on: properties for both passes, also properties of the
 // backward, or also the requested gradients of the main kernel.
-enum class Asks { kOfBoth, kOfBackward, kOfMain };
+enum class DependsOn { kBothPasses, kBackward, kMain };
 
 // Adds a unit to the plan: `file` of cuda_src/kernels with this configuration. Returns its index.
-int AddUnit(const std::string& file, Asks asks, const Problem& p, const KernelTiling& tiling, Plan* plan);
+int AddUnit(const std::string& file, DependsOn depends_on, const Problem& p, const KernelTiling& tiling, Plan* plan);
 
 // The work on dbias. A CTA has one tile of dbias at a time, and sums the tiles of S that share it. If few tiles have
 // long sums, each sum is divided into parts.

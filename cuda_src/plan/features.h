@@ -61,9 +61,9 @@ inline bool IsCalled(const Problem& p) {
           "96",                                                                                                      \
           p.captured_gradients() && has.Any(kScoreSlopes) && std::max(p.qk_dim, p.v_dim) > 96)                       \
   FEATURE(                                                                                                           \
-      kSlopesApart, "slopes of the score with gradients of captured arrays or dropout", /* not in P, but in dS */    \
+      kSlopesNotInP, "slopes of the score with gradients of captured arrays or dropout", /* not in P, but in dS */   \
       (p.captured_gradients() && has.Any(kScoreSlopes | kSoftCap)) || (has.Any(kScoreSlopes) && has.Any(kDropout)))  \
-  FEATURE(kTornPairs, "blocks of keys whose size is not a multiple of 128", p.mask.kv_block % kPairedKeys != 0)      \
+  FEATURE(kUnpairedBlocks, "blocks of keys whose size is not a multiple of 128", p.mask.kv_block % kPairedKeys != 0) \
   FEATURE(kSmallCap, "logits_soft_cap below 0.01", p.score.logits_soft_cap > 0 && p.score.logits_soft_cap < 0.01)    \
   FEATURE(kHeadDimsUpTo128, "head dims up to 128", std::max(p.qk_dim, p.v_dim) <= 128)
 
@@ -73,13 +73,13 @@ inline bool IsCalled(const Problem& p) {
           target.multiprocessors > p.batch * p.q_heads * DivideUp(p.q_len, rows)) \
   FEATURE(kManyRows, "many rows", rows < p.q_len * p.group()) /* of a group's heads together */
 
-#define JAX_FLASH_PLACE(name, text, there) name##Place,
-enum FeaturePlace { JAX_FLASH_FEATURES(JAX_FLASH_PLACE) JAX_FLASH_TILE_FEATURES(JAX_FLASH_PLACE) };
-#undef JAX_FLASH_PLACE
+#define JAX_FLASH_INDEX(name, text, there) name##Index,
+enum FeatureIndex { JAX_FLASH_FEATURES(JAX_FLASH_INDEX) JAX_FLASH_TILE_FEATURES(JAX_FLASH_INDEX) };
+#undef JAX_FLASH_INDEX
 
 // A set of features.
 using FeatureBits = uint64_t;
-#define JAX_FLASH_BIT(name, text, there) name = FeatureBits(1) << name##Place,
+#define JAX_FLASH_BIT(name, text, there) name = FeatureBits(1) << name##Index,
 enum Feature : FeatureBits { JAX_FLASH_FEATURES(JAX_FLASH_BIT) JAX_FLASH_TILE_FEATURES(JAX_FLASH_BIT) };
 #undef JAX_FLASH_BIT
 

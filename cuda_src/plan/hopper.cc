@@ -13,9 +13,9 @@ namespace {
 // The features that Hopper's kernels support. All other features, including new ones, use Ampere's kernels. Rows
 // exclude more.
 constexpr FeatureBits kDerivatives =
-    kScoreSlopes | kUnkeptSlopes | kWideSlopesAndSums | kSlopesApart | kGradientsOfScore;
+    kScoreSlopes | kUnkeptSlopes | kWideSlopesAndSums | kSlopesNotInP | kGradientsOfScore;
 constexpr FeatureBits kSupported = kPositions | kListed | kMaskMod | kScoreFeatures | kWideBias | kBroadcastBias |
-                                   kHeavyMod | kDerivatives | kDropout | kMaskCapDropout | kTornPairs | kSmallCap |
+                                   kHeavyMod | kDerivatives | kDropout | kMaskCapDropout | kUnpairedBlocks | kSmallCap |
                                    kHeadDimsUpTo128 | kPreferences;
 
 // The measurements are in docs/design/forward.md, unless a comment names another page.
@@ -64,7 +64,7 @@ constexpr Row kForwardF32[] = {
 
 // The backward does not keep scores, so captured arrays cannot have gradients that depend on them. It has no room for
 // two kinds of slopes, or for large slopes in float16.
-constexpr FeatureBits kOfBackward = kSupported & ~(kGradientsOfScore | kUnkeptSlopes);
+constexpr FeatureBits kSupportedBackward = kSupported & ~(kGradientsOfScore | kUnkeptSlopes);
 constexpr Row kBackward[] = {
     // Large tiles: slopes of a soft cap are recomputed from P, 329 to 346 TFLOP/s. That divides rounding errors of log
     // P by the cap, so the cap must not be small. (masks-and-biases.md)
@@ -73,7 +73,7 @@ constexpr Row kBackward[] = {
     {227, 128, {64, 128, 2, 2, true}, kWideBias | kWideSlopesAndSums},
     {227, 128, {64, 128, 2, 2}, kSmallCap | kWideSlopesAndSums},
     // Pairs are only for wide heads. Their warpgroups exchange P, so the slopes must be in P.
-    {227, 256, {64, 64, 2, 2}, kHeadDimsUpTo128 | kTornPairs | kSmallCap | kSlopesApart},
+    {227, 256, {64, 64, 2, 2}, kHeadDimsUpTo128 | kUnpairedBlocks | kSmallCap | kSlopesNotInP},
 };
 
 // TF32. Slopes would be kept in 16 bits. (tf32.md)
@@ -85,7 +85,7 @@ constexpr Row kBackwardF32[] = {
 
 // dbias, with tiles of the bias if TMA can load them. Windows, segments and a soft cap would leave wide tiles too few
 // registers.
-constexpr FeatureBits kOfBias = kOfBackward & ~(kBroadcastBias | kScoreMod);
+constexpr FeatureBits kSupportedBias = kSupportedBackward & ~(kBroadcastBias | kScoreMod);
 constexpr Row kBackwardBias[] = {
     {227, 64, {128, 128, 2, 4}, kLocal | kSoftCap},
     {227, 128, {128, 128, 2, 3}, kLocal | kSoftCap | kWideBias},
@@ -94,8 +94,8 @@ constexpr Row kBackwardBias[] = {
 };
 
 constexpr Table kForwardTable = {{kForward, kSupported}, {kForwardF32, kSupported}};
-constexpr Table kBackwardTable = {{kBackward, kOfBackward}, {kBackwardF32, kOfBackward}};
-constexpr Rows kBackwardBiasRows = {kBackwardBias, kOfBias};
+constexpr Table kBackwardTable = {{kBackward, kSupportedBackward}, {kBackwardF32, kSupportedBackward}};
+constexpr Rows kBackwardBiasRows = {kBackwardBias, kSupportedBias};
 
 const Rows& RowsOf(const Problem& p, Pass pass) {
   return (pass == Pass::kForward ? kForwardTable : kBackwardTable).Of(p.dtype);
@@ -112,8 +112,8 @@ Tilings TilingsOf(const Rows& rows, const Target& target, const Problem& p) {
 
 // --- Variants of the backward ---
 
-constexpr int64_t kMostListedRows = 2048;  // the longest list of a backward with fused row kernels
-constexpr int64_t kLongHead = 1 << 23;     // entries of Q and dO: 16 MB, plus 16 MB of f32 dQ, which is half the L2
+constexpr int64_t kMaxListedRows = 2048;  // the longest list of a backward with fused row kernels
+constexpr int64_t kLongHead = 1 << 23;    // entries of Q and dO: 16 MB, plus 16 MB of f32 dQ, which is half the L2
 
 // Would more than a sixth of the GPU's time be idle with the backward's kv tiles? Causal tiles come in pairs.
 bool LeavesIdle(const Target& target, const Problem& p) {
@@ -129,14 +129,14 @@ bool LeavesIdle(const Target& target, const Problem& p) {
 // added in f32, because otherwise too many heads would be in progress. That is worthwhile with few tiles. It is also
 // worthwhile if large groups share keys, and the rows that see them do not fit into L2. The lists of a block mask are
 // taken head by head, and a long list would delay later heads.
-bool Alongside(const Target& target, const Problem& p) {
+bool FusesRows(const Target& target, const Problem& p) {
   const Features has = FeaturesOf(p);
   const bool few = p.batch * p.q_heads * DivideUp(p.q_len, kRowBlock) <= 3 * target.multiprocessors;
   const bool listed = has.Any(kListed);
   const int64_t keys = listed ? (p.mask.row_list - kListHeader) * p.mask.kv_block : p.kv_len;  // keys of a row
   if (!few && (keys < 512 || p.q_len > 2 * p.kv_len)) return false;
   const bool narrow = std::max(p.qk_dim, p.v_dim) <= 64;
-  const bool long_lists = listed && (p.mask.column_list - kListHeader) * p.mask.q_block > kMostListedRows;
+  const bool long_lists = listed && (p.mask.column_list - kListHeader) * p.mask.q_block > kMaxListedRows;
   const bool dropout = has.Any(kDropout);
   if (has.Count(kPositions) + (dropout ? 1 + p.dlogsumexp : 0) > 2) return false;
   if (HasGradientPerRow(p) && p.dlogsumexp && !narrow && p.may_empty_rows()) return false;
@@ -153,7 +153,7 @@ bool Alongside(const Target& target, const Problem& p) {
 // Should a kv tile loop over q tiles first, and for each over the query heads of a group? With large groups, the rows
 // that concurrent CTAs read would otherwise not fit into L2. With a window or segments, a kv tile has few rows, which
 // stay in L2 anyway, and looping head by head is 5 to 12% faster.
-bool Together(const Problem& p) {
+bool InterleavesHeads(const Problem& p) {
   const Features has = FeaturesOf(p);
   return has.Any(kCausal) && p.group() > 4 && !has.Any(kListed | kLocal);
 }
@@ -178,10 +178,10 @@ int64_t RowBlocks(const Problem& p, int64_t rows) {
 
 // The fewest parts that minimize the time until all SMs are done.
 BiasWork BiasInParts(const Target& target, const Problem& p, const KernelTiling& tiling) {
-  constexpr int64_t kBeside = 2;  // starting and writing a tile of dbias takes as long as this number of tiles of S
+  constexpr int64_t kTileOverhead = 2;  // the time to start and write a tile of dbias, in tiles of S
   BiasWork work = BiasWorkIn(p, tiling);
   const auto time = [&](int64_t parts) {
-    return DivideUp(work.tiles * parts, target.multiprocessors) * (DivideUp(work.summed, parts) + kBeside);
+    return DivideUp(work.tiles * parts, target.multiprocessors) * (DivideUp(work.summed, parts) + kTileOverhead);
   };
   const int64_t most = std::min(work.summed, DivideUp(4 * target.multiprocessors, work.tiles));
   for (int64_t parts = 2; parts <= most; ++parts) {
@@ -215,18 +215,18 @@ int64_t ReserveHopperRows(const Problem& p, Plan* plan) {
 int64_t ReserveBackward(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan) {
   Scratch& scratch = plan->scratch;
   const int64_t before = scratch.bytes, heads = p.batch * p.q_heads;
-  if (tiling.alongside) {
-    scratch.Reserve(&Scratch::taken, 4 * (2 + 2 * heads));
-    scratch.rows_taken = scratch.taken + 4;
-    scratch.prepared = scratch.rows_taken + 4;
+  if (tiling.fused_rows) {
+    scratch.Reserve(&Scratch::tile_counter, 4 * (2 + 2 * heads));
+    scratch.row_block_counter = scratch.tile_counter + 4;
+    scratch.prepared = scratch.row_block_counter + 4;
     scratch.added = scratch.prepared + 4 * heads;
     scratch.heads = int(HeadsInScratch(target, p));
     scratch.last_heads = int(HeadsAtATime(target, p));
   } else if (tiling.ordered) {
-    scratch.Reserve(&Scratch::taken, 4 * (1 + heads * RowTiles(p, tiling.rows)));
-    scratch.added = scratch.taken + 4;
+    scratch.Reserve(&Scratch::tile_counter, 4 * (1 + heads * RowTiles(p, tiling.rows)));
+    scratch.added = scratch.tile_counter + 4;
   } else if (FeaturesOf(p).Any(kListed)) {  // CTAs take the lists of a block mask from a counter
-    scratch.Reserve(&Scratch::taken, 4);
+    scratch.Reserve(&Scratch::tile_counter, 4);
   }
   if (tiling.sum_kv) {
     const int64_t keys = p.batch * p.kv_heads * RoundUp(p.kv_len, kRowPadding);
@@ -243,15 +243,15 @@ int64_t ReserveBackward(const Target& target, const Problem& p, const KernelTili
 Tilings hopper::Candidates(const Target& target, const Problem& p, Pass pass) {
   const Tilings tilings = TilingsOf(RowsOf(p, pass), target, p);
   if (pass == Pass::kForward) return tilings;
-  const bool alongside = Alongside(target, p), together = !alongside && Together(p);
+  const bool fused_rows = FusesRows(target, p), interleaved_heads = !fused_rows && InterleavesHeads(p);
   Tilings candidates;
   for (KernelTiling tiling : tilings) {
-    tiling.alongside = alongside;
-    tiling.sum_kv = alongside && p.group() > 1;
-    if (together) {
-      tiling.together = true;
+    tiling.fused_rows = fused_rows;
+    tiling.sum_kv = fused_rows && p.group() > 1;
+    if (interleaved_heads) {
+      tiling.interleaved_heads = true;
       candidates.push_back(tiling);
-      tiling.together = false;
+      tiling.interleaved_heads = false;
     }
     candidates.push_back(tiling);
   }
@@ -291,13 +291,13 @@ std::string hopper::WhyNotBias(const Target& target, const Problem& p) {
 // CTAs take tiles from a counter if tiles differ in work and there are more tiles than CTAs, or with a block mask.
 void hopper::AddForward(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan) {
   ReadMasksByRow(p, plan);
-  const int unit = AddUnit("hopper/forward.cuh", Asks::kOfBoth, p, tiling, plan);
+  const int unit = AddUnit("hopper/forward.cuh", DependsOn::kBothPasses, p, tiling, plan);
   Launch launch = MainLaunch("jax_flash_forward", unit, tiling, Tiles(p, tiling), Maps::kForward);
   const Features has = FeaturesOf(p);
   const bool uneven = (has.Any(kCausal) && !has.Any(kWindow)) || has.Any(kLengths | kSegments) || p.mask.ranges;
   if (has.Any(kListed) || (uneven && launch.blocks > target.multiprocessors)) {
     const int64_t before = plan->scratch.bytes;
-    plan->scratch.Reserve(&Scratch::taken, 4);
+    plan->scratch.Reserve(&Scratch::tile_counter, 4);
     launch.zero_bytes = plan->scratch.bytes - before;
   }
   plan->launches.push_back(launch);
@@ -305,11 +305,11 @@ void hopper::AddForward(const Target& target, const Problem& p, const KernelTili
 
 void hopper::AddBackward(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan) {
   ReadMasksByKey(p, plan);
-  const int unit = AddUnit("hopper/backward.cuh", Asks::kOfMain, p, tiling, plan);
+  const int unit = AddUnit("hopper/backward.cuh", DependsOn::kMain, p, tiling, plan);
   const int64_t row_blocks = RowBlocks(p, tiling.rows);
-  if (!tiling.alongside) plan->launches.push_back({unit, "jax_flash_backward_prepare", row_blocks, kRowThreads});
+  if (!tiling.fused_rows) plan->launches.push_back({unit, "jax_flash_backward_prepare", row_blocks, kRowThreads});
   const int64_t tiles = RoundUp(p.kv_len_in_blocks(), kPairedKeys) / tiling.cols;
-  const int64_t heads = p.batch * (tiling.alongside ? p.q_heads : p.kv_heads);
+  const int64_t heads = p.batch * (tiling.fused_rows ? p.q_heads : p.kv_heads);
   Launch launch = MainLaunch("jax_flash_backward", unit, tiling, heads * tiles, Maps::kBackward);
   if (!FeaturesOf(p).Any(kHeadDimsUpTo128)) launch.cluster = kPairedKeys / tiling.cols;
   launch.zero_bytes = ReserveBackward(target, p, tiling, plan);
@@ -318,7 +318,7 @@ void hopper::AddBackward(const Target& target, const Problem& p, const KernelTil
     const int64_t key_blocks = p.batch * p.kv_heads * RoundUp(p.kv_len, tiling.cols) / kRowBlock;
     plan->launches.push_back({unit, "jax_flash_backward_finish_keys", key_blocks, kRowThreads});
   }
-  if (SumsDQ(p) && !tiling.alongside) {
+  if (SumsDQ(p) && !tiling.fused_rows) {
     plan->launches.push_back({unit, "jax_flash_backward_finish", row_blocks, kRowThreads});
   }
 }
@@ -326,7 +326,7 @@ void hopper::AddBackward(const Target& target, const Problem& p, const KernelTil
 void hopper::AddBias(const Target& target, const Problem& p, const KernelTiling& tiling, bool prepared, Plan* plan) {
   ReadMasksByRow(p, plan);
   ReserveHopperRows(p, plan);
-  const int unit = AddUnit("hopper/backward_bias.cuh", Asks::kOfBackward, p, tiling, plan);
+  const int unit = AddUnit("hopper/backward_bias.cuh", DependsOn::kBackward, p, tiling, plan);
   const BiasWork work = BiasInParts(target, p, tiling);
   if (!prepared) plan->launches.push_back({unit, "jax_flash_backward_prepare", RowBlocks(p, tiling.rows), kRowThreads});
   plan->launches.push_back(

@@ -26,7 +26,7 @@ void AddSegments(const Problem& p, Plan* plan) {
   };
   plan->scratch.Reserve(&Scratch::q_bounds, bounds(p.q_len));
   plan->scratch.Reserve(&Scratch::kv_bounds, bounds(p.kv_len));
-  const int unit = AddUnit("scheduler/segments.cuh", Asks::kOfBoth, any, {Family::kAmpere}, plan);
+  const int unit = AddUnit("scheduler/segments.cuh", DependsOn::kBothPasses, any, {Family::kAmpere}, plan);
   plan->launches.push_back({unit, "jax_flash_segments", blocks, kSegmentThreads});
 }
 
@@ -55,7 +55,7 @@ const KernelTiling& Chosen(Part part, const Tilings& candidates, const Choices& 
     const KernelTiling& tiling = candidates[i];
     plan->reasons.push_back(std::string(KernelsOf(tiling).name) + " tiles of " + std::to_string(tiling.rows) + " x " +
                             std::to_string(tiling.cols) +
-                            (tiling.together ? ", with heads that share keys walked together," : "") +
+                            (tiling.interleaved_heads ? ", with the heads of a group interleaved," : "") +
                             " are not used: the compiler has too few registers for them");
   }
   return candidates.at(choice);
@@ -81,7 +81,7 @@ void AddForward(const Target& target, const Problem& p, const Choices& choices, 
     }
   }
   if (ampere::SplitsKeys(target, p)) return ampere::AddSplitForward(target, p, plan);
-  // Hopper's smallest tiles need as few registers as Ampere's, so Ampere's are no fallback.
+  // Hopper's smallest tiles leave as many registers per entry as Ampere's, so Ampere's are no fallback.
   if (candidates.empty()) candidates = ampere::Candidates(target, p, Pass::kForward);
   const KernelTiling& tiling = Chosen(Part::kMain, candidates, choices, plan);
   KernelsOf(tiling).add_forward(target, p, tiling, plan);
@@ -94,7 +94,7 @@ Tilings BackwardCandidates(const Target& target, const Problem& p, Plan* plan) {
   if (target.hopper && candidates.empty()) {
     plan->reasons.push_back("the Hopper backward is not used: " + hopper::WhyNot(target, p, Pass::kBackward));
   }
-  if (candidates.empty() || !candidates[0].alongside)
+  if (candidates.empty() || !candidates[0].fused_rows)
     Append(ampere::Candidates(target, p, Pass::kBackward), &candidates);
   return candidates;
 }
@@ -154,7 +154,7 @@ Plan PlanOf(const Problem& p, Pass pass, const Target& target, const Choices& ch
 }
 
 // The maximum scratch memory over all choices of candidates.
-int64_t MostScratch(const Problem& p, Pass pass, const Target& target) {
+int64_t MaxScratch(const Problem& p, Pass pass, const Target& target) {
   int64_t bytes = 0;
   Choices choices = {};
   for (int part = 0; part < kParts;) {
@@ -169,7 +169,7 @@ int64_t MostScratch(const Problem& p, Pass pass, const Target& target) {
 // All GPUs whose plans may differ in scratch memory.
 std::vector<Target> AllTargets() {
   std::vector<Target> targets;
-  for (int multiprocessors = 1; multiprocessors <= kMostMultiprocessors; ++multiprocessors) {
+  for (int multiprocessors = 1; multiprocessors <= kMaxMultiprocessors; ++multiprocessors) {
     for (const bool hopper : {false, true}) {
       Target target = TargetOf(hopper ? "sm_90a" : "sm_80", multiprocessors);
       target.hopper = hopper;
@@ -199,22 +199,22 @@ std::string CudaRefusal(const Problem& p) {
     }
   }
   const int64_t longest = std::max(p.q_len_in_blocks(), p.kv_len_in_blocks());
-  if (longest > kLongest)
-    return sized("length", longest) + ": the CUDA kernels support at most " + std::to_string(kLongest);
+  if (longest > kMaxLength)
+    return sized("length", longest) + ": the CUDA kernels support at most " + std::to_string(kMaxLength);
   if (p.batch * p.q_heads > 0 && DivideUp(longest, 16) > kMaxSize / p.batch / p.q_heads) {
     return "batch x heads x length is too large for the CUDA kernels";
   }
-  if (p.page > 0 && p.pages > kLongest / p.page) {
+  if (p.page > 0 && p.pages > kMaxLength / p.page) {
     return sized("page", p.page) + " x " + sized("pages", p.pages) + ": the CUDA kernels support at most " +
-           std::to_string(kLongest);
+           std::to_string(kMaxLength);
   }
   return "";
 }
 
 bool NothingToCompute(const Problem& p) { return p.batch == 0 || p.q_heads == 0 || p.q_len == 0 || p.kv_len == 0; }
 
-int AddUnit(const std::string& file, Asks asks, const Problem& p, const KernelTiling& tiling, Plan* plan) {
-  const bool main = asks == Asks::kOfMain, backward = main || asks == Asks::kOfBackward;
+int AddUnit(const std::string& file, DependsOn depends_on, const Problem& p, const KernelTiling& tiling, Plan* plan) {
+  const bool main = depends_on == DependsOn::kMain, backward = main || depends_on == DependsOn::kBackward;
 #define VALUE(type, name, ...) __VA_ARGS__,
   const KernelConfig config = {{JAX_FLASH_KERNEL_PROBLEM(VALUE)}, tiling};
 #undef VALUE
@@ -279,7 +279,7 @@ int64_t ScratchBytes(const Problem& p, Pass pass, const std::vector<Target>& tar
   if (!CudaRefusal(p).empty()) return 0;
   if (targets.empty()) return ScratchBytes(p, pass, AllTargets());
   int64_t bytes = 0;
-  for (const Target& target : targets) bytes = std::max(bytes, MostScratch(p, pass, target));
+  for (const Target& target : targets) bytes = std::max(bytes, MaxScratch(p, pass, target));
   return bytes;
 }
 

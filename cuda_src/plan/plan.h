@@ -40,7 +40,7 @@ struct Launch {
   int cluster = 1;              // CTAs in a cluster
   bool dynamic_shared = false;  // the file's jax_flash_shared_bytes defines the size
   Maps maps = Maps::kNone;
-  int64_t zero_bytes = 0;  // bytes of scratch memory, from Scratch::taken on, that must be zeroed first
+  int64_t zero_bytes = 0;  // bytes of scratch memory, from Scratch::tile_counter on, that must be zeroed first
 };
 
 // The number of CTAs on a GPU with this number of SMs, in whole clusters.

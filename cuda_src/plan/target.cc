@@ -26,7 +26,7 @@ std::vector<Device> LocalDevices() {
   return devices;
 }
 
-int UsualMultiprocessors(int capability) {
+int DefaultMultiprocessors(int capability) {
   if (capability == 80) return 108;
   if (capability == 100) return 148;
   return 132;
@@ -42,8 +42,8 @@ Target TargetOf(const std::string& arch, int multiprocessors) {
   if (!forced.empty() && forced != "sm80") {
     throw std::invalid_argument("JAX_FLASH_CUDA_KERNELS=" + forced + ": the only value is sm80");
   }
-  if (multiprocessors <= 0) multiprocessors = UsualMultiprocessors(capability);
-  return {capability, std::min(multiprocessors, kMostMultiprocessors), SharedOf(capability),
+  if (multiprocessors <= 0) multiprocessors = DefaultMultiprocessors(capability);
+  return {capability, std::min(multiprocessors, kMaxMultiprocessors), SharedOf(capability),
           capability == 90 && forced.empty()};
 }
 

@@ -10,13 +10,13 @@ namespace jax_flash {
 
 struct Target {
   int capability;       // 10 major + minor
-  int multiprocessors;  // at most kMostMultiprocessors
+  int multiprocessors;  // at most kMaxMultiprocessors
   int shared;           // KiB of shared memory that a CTA may have
   bool hopper;          // are Hopper's kernels used where they fit?
 };
 
 // Plans use at most this number of SMs. So a bound of the scratch memory over all GPUs exists.
-constexpr int kMostMultiprocessors = 192;
+constexpr int kMaxMultiprocessors = 192;
 
 // `arch`: "sm_80", "sm_90a", ... Without a number of SMs, it is 108 for sm_80 (A100), 148 for sm_100 (B200), and 132
 // for others (H100, H200). JAX_FLASH_CUDA_KERNELS=sm80 selects Ampere's kernels on Hopper. Throws std::invalid_argument

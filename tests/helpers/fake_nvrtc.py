@@ -23,7 +23,7 @@ int nvrtcCreateProgram(void** program, const char* source, const char* name, int
     if (strcmp(names[i], "this_kernel.h") != 0) continue;
     const char* tiling = strstr(texts[i], "kTiling");
     const int hopper = field(tiling, "family") == 90, rows = field(tiling, "rows"), cols = field(tiling, "cols");
-    const int together = field(tiling, "together");
+    const int interleaved_heads = field(tiling, "interleaved_heads");
     sprintf(report, "%%s%%d bytes spill stores, %%d bytes spill loads",
             (%(serialized)s) ? "wgmma.mma_async instructions are serialized due to...\\n" : "", (%(spilled)s) / 2,
             (%(spilled)s) / 2);
@@ -58,7 +58,8 @@ def build(
       spilled: a C expression for the bytes that a kernel spills.
       serialized: a C expression for whether the kernel's wgmmas are serialized.
 
-    The expressions may use `hopper` (is the kernel for Hopper?), `together`, and the tile sizes `rows` and `cols`.
+    The expressions may use `hopper` (is the kernel for Hopper?), `interleaved_heads`, and the tile sizes `rows` and
+    `cols`.
     The library appends the tile sizes to the file that the environment variable COMPILED names.
     """
     major, minor = version

@@ -536,7 +536,10 @@ SEVERAL_TILES = {
         Case(B=1, T=260, S=260, N=3, K=1, D=64, E=64, causal=True, offset=True, lengths=True),
         "bfloat16",
     ),
-    "together": (Case(B=1, T=260, S=260, N=5, K=1, D=64, E=64, causal=True, offset=True, lengths=True), "bfloat16"),
+    "interleaved heads": (
+        Case(B=1, T=260, S=260, N=5, K=1, D=64, E=64, causal=True, offset=True, lengths=True),
+        "bfloat16",
+    ),
     "clusters": (Case(B=1, T=130, S=200, N=3, K=1, D=256, E=256, causal=True, dropout=0.2), "bfloat16"),
     "O in boxes": (Case(B=1, T=300, S=70, N=3, K=1, D=192, E=192), "float16"),
     "TF32": (Case(B=1, T=130, S=300, N=3, K=1, D=64, E=64, causal=True, offset=True), "tf32"),

@@ -72,9 +72,9 @@ def test_least_spilling_tiles(tmp_path, reports, chosen, reason):
 
 def test_heads_are_processed_one_by_one_if_the_joint_loop_spills(tmp_path):
     grouped = problem(q_heads=64, kv_heads=8, is_causal=True, q_len=2048, kv_len=2048, **GRADIENTS).encode()
-    tiles, reasons, compiled = Compiler(tmp_path, spilled="together ? 40 : 0").plan(grouped, True)
+    tiles, reasons, compiled = Compiler(tmp_path, spilled="interleaved_heads ? 40 : 0").plan(grouped, True)
     assert compiled[0] == tiles == compiled[1]
-    assert "128 x 128, with heads that share keys walked together, are not used" in reasons[0]
+    assert "128 x 128, with the heads of a group interleaved, are not used" in reasons[0]
 
 
 def test_backward_falls_back_to_ampere(tmp_path):

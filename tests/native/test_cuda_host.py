@@ -128,7 +128,7 @@ def test_single_kernel_backward():
         *listed,
     ):
         assert kernels("sm_90a", True, **own, **common)[-1:] == [("hopper/backward.cuh", "jax_flash_backward")]
-        assert fields("sm_90a", True, **own, **common)["alongside"] == 1
+        assert fields("sm_90a", True, **own, **common)["fused_rows"] == 1
     for changes in SEPARATE_KERNELS:
         last = [kernel for _, kernel in kernels("sm_90a", True, **own | changes)][-3:]
         assert last == ["jax_flash_backward_prepare", "jax_flash_backward", "jax_flash_backward_finish"]
@@ -138,7 +138,7 @@ LONG = {"batch": 64, "q_len": 2**16, "kv_len": 2**16}
 
 
 @pytest.mark.parametrize(
-    ("changes", "sum_kv", "together"),
+    ("changes", "sum_kv", "interleaved_heads"),
     [
         ({"kv_heads": 4}, True, False),
         ({"kv_heads": 1, "is_causal": True}, True, False),
@@ -162,14 +162,14 @@ LONG = {"batch": 64, "q_len": 2**16, "kv_len": 2**16}
     ],
     ids=str,
 )
-def test_grouped_heads(changes, sum_kv, together):
+def test_grouped_heads(changes, sum_kv, interleaved_heads):
     """Hopper's backward has three loops for heads that share keys.
 
     It adds up dK and dV of separate heads (`sum_kv`) if the tiles of keys are few, or if many heads and rows use the
     same keys. Otherwise it processes causal heads of large groups together.
     """
     last = fields("sm_90a", True, **GRADIENTS | changes)
-    assert (last["sum_kv"], last["together"]) == (sum_kv, together)
+    assert (last["sum_kv"], last["interleaved_heads"]) == (sum_kv, interleaved_heads)
     launches = [kernel for _, kernel in kernels("sm_90a", True, **GRADIENTS | changes)]
     assert ("jax_flash_backward_finish_keys" in launches) == sum_kv
 

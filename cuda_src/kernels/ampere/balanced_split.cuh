@@ -39,7 +39,7 @@ class QTilesOfCTA<true> {
 #pragma unroll 4
     for (int first = 0; first < tiles; first += 32) all += visible(first);
     all = LaneSum<32>(all);
-    const int stretches = min(p.parts, max(all / kLeastKeyTiles, 1));
+    const int stretches = min(p.parts, max(all / kMinKVTiles, 1));
     if (number_ >= stretches) return;
     const auto begin_of = [&](int number) { return int(int64_t(number) * all / stretches); };
     const auto stretch_at = [&](int x) { return int(((x + int64_t(1)) * stretches - 1) / all); };

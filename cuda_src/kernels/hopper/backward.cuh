@@ -24,7 +24,7 @@
 //   kThreads
 //                                   threads and `jax_flash_shared_bytes` of shared memory. TMA boxes have kRows rows
 //                                   for Q and dO, kKeys for K and V, kBoxRows for dK and dV (if requested), and
-//                                   kAlongsideRows for the O, dO and dQ of kFusedRows
+//                                   kFusedBoxRows for the O, dO and dQ of kFusedRows
 //   jax_flash_backward_finish       if dQ is requested, and not kFusedRows: the same grid as _prepare
 //   jax_flash_backward_finish_keys  if kSumKV: a CTA of kRowThreads threads for each kRowBlock keys of each head of K,
 //                                   with S rounded up to kKeys

@@ -16,14 +16,14 @@
 
 namespace jax_flash::hopper::backward {
 
-// One of these warps. It has a double buffer in shared memory, with kAlongsideRows rows of a box.
+// One of these warps. It has a double buffer in shared memory, with kFusedBoxRows rows of a box.
 struct RowsWarp {
   const Params& p;
   Shared& shared;
   const TensorMap *o_map, *do_map, *dq_map;
   PackedRing<2> at;  // the oldest load that has not been consumed
 
-  static constexpr int kSteps = kRowBlock / kAlongsideRows * kVBoxes;  // loads of O, and of dO, in a block
+  static constexpr int kSteps = kRowBlock / kFusedBoxRows * kVBoxes;  // loads of O, and of dO, in a block
 
   __device__ __forceinline__ void Run() {
     while (true) {
@@ -39,8 +39,8 @@ struct RowsWarp {
   __device__ __forceinline__ void Prefetch(const RowBlock& block) {
     const int i = Lane();
     if (i >= kSteps) return;
-    TmaPrefetch(o_map, i % kVBoxes * 64, block.row + i / kVBoxes * kAlongsideRows, block.head, block.batch);
-    TmaPrefetch(do_map, i % kVBoxes * 64, block.row + i / kVBoxes * kAlongsideRows, block.head, block.batch);
+    TmaPrefetch(o_map, i % kVBoxes * 64, block.row + i / kVBoxes * kFusedBoxRows, block.head, block.batch);
+    TmaPrefetch(do_map, i % kVBoxes * 64, block.row + i / kVBoxes * kFusedBoxRows, block.head, block.batch);
   }
 
   // Converts dQ of a block, after all kv tiles have added to it.
@@ -51,7 +51,7 @@ struct RowsWarp {
       const int box = i % kQKBoxes, bytes = 64 * min(64, kQKDim - 64 * box);
       if (Lane() == 0) {
         MbarrierArriveExpectTx(Full(to), bytes);
-        BulkLoad(Slot(to), block.DQ(p) + i / kQKBoxes * (kAlongsideRows * kQKDim) + box * 1024, bytes, Full(to));
+        BulkLoad(Slot(to), block.DQ(p) + i / kQKBoxes * (kFusedBoxRows * kQKDim) + box * 1024, bytes, Full(to));
       }
     };
     load(0, at);
@@ -65,7 +65,7 @@ struct RowsWarp {
       FenceProxyAsync();
       SyncWarp();
       if (Lane() == 0)
-        TmaStore(dq_map, rows, i % kQKBoxes * 64, block.row + i / kQKBoxes * kAlongsideRows, block.head, block.batch);
+        TmaStore(dq_map, rows, i % kQKBoxes * 64, block.row + i / kQKBoxes * kFusedBoxRows, block.head, block.batch);
       TmaCommit();
     }
     TmaWaitRead<0>();
@@ -97,7 +97,7 @@ struct RowsWarp {
   __device__ __forceinline__ void Prepare(const RowBlock& block) {
     const auto load = [&](int i, PackedRing<2> to) {
       if (Lane() == 0) {
-        const int row = block.row + i / kVBoxes * kAlongsideRows, column = i % kVBoxes * 64;
+        const int row = block.row + i / kVBoxes * kFusedBoxRows, column = i % kVBoxes * 64;
         MbarrierArriveExpectTx(Full(to), kRowsBytes);
         TmaLoad(Slot(to), o_map, Full(to), column, row, block.head, block.batch);
         TmaLoad(Slot(to) + kRowsBytes / 2, do_map, Full(to), column, row, block.head, block.batch);
@@ -113,7 +113,7 @@ struct RowsWarp {
       StoreZeros(block, i);
       MultiplyRows(Wait(), products);
       FenceProxyAsync();
-      if (i % kVBoxes == kVBoxes - 1) StoreDiagonal(block, i / kVBoxes * kAlongsideRows, products);
+      if (i % kVBoxes == kVBoxes - 1) StoreDiagonal(block, i / kVBoxes * kFusedBoxRows, products);
     }
     TmaCommit();
     TmaWaitAll();
@@ -166,7 +166,7 @@ struct RowsWarp {
   __device__ __forceinline__ static uint32_t Matrices(uint8_t* rows, int c) { return MatricesOf(rows, Lane(), c); }
   __device__ __forceinline__ uint8_t* Slot(PackedRing<2> at) const { return shared.rows[Warp()][at.Index()]; }
   __device__ __forceinline__ uint64_t* Full(PackedRing<2> at) const { return &shared.rows_full[Warp()][at.Index()]; }
-  __device__ __forceinline__ int RequestBlock() const { return Lane() == 0 ? atomicAdd(p.rows_taken, 1) : 0; }
+  __device__ __forceinline__ int RequestBlock() const { return Lane() == 0 ? atomicAdd(p.row_block_counter, 1) : 0; }
   __device__ __forceinline__ int AllBlocks() const { return Opaque(p.batch) * p.q_heads * BlocksOfHead(p); }
   __device__ __forceinline__ static int Warp() { return Opaque(int(threadIdx.x)) / 32u - 1; }
   __device__ __forceinline__ static int Lane() { return Opaque(int(threadIdx.x)) % 32u; }

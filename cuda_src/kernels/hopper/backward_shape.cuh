@@ -29,7 +29,7 @@ static_assert(!kFusedRows || (kDQ && !kTF32 && !kPairs));
 constexpr bool kSumKV = kTiling.sum_kv;
 static_assert(!kSumKV || kFusedRows);
 // Does a kv tile loop over q tiles first, and for each over the query heads of the group?
-constexpr bool kInterleavedHeads = kTiling.together;
+constexpr bool kInterleavedHeads = kTiling.interleaved_heads;
 static_assert(!kInterleavedHeads || (kCausal && !kFusedRows && !kListed));
 // Do CTAs add to dQ in a fixed order (hopper/backward_ordered.cuh)?
 constexpr bool kOrdered = kTiling.ordered;

@@ -39,7 +39,7 @@ constexpr int kDOReaders = kTF32SameKeys ? 4 : 4 * kConsumers;   // warps that r
 constexpr int kQTransposers = kTF32SameKeys ? 0 : kTransposers;  // if 0, the consumer warpgroup transposes Q
 
 // With kFusedRows: bytes of 16 rows of a box of dQ in f32, or of a box of O and a box of dO.
-constexpr int kRowsBytes = kAlongsideRows * 64 * 4;
+constexpr int kRowsBytes = kFusedBoxRows * 64 * 4;
 
 // A tile of K and V.
 struct KVTile {

@@ -7,7 +7,7 @@
 namespace jax_flash::hopper {
 
 // Do the three idle warps of the producer warpgroup prepare and finish rows (hopper/backward_fused_rows.cuh)?
-constexpr bool kFusedRows = kTiling.alongside;
+constexpr bool kFusedRows = kTiling.fused_rows;
 
 // The rows of a head in scratch are padded to a multiple of this, to whole tiles of the backward. With a bias, tiles
 // have 64 rows. The dbias kernel has larger tiles but uses the same layout.

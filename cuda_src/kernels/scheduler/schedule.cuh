@@ -40,7 +40,7 @@ struct DynamicNumbers {
   int number;
 
   __device__ __forceinline__ explicit DynamicNumbers(const Params& p) : p(p) { Request(); }
-  __device__ __forceinline__ void Request() { number = atomicAdd(p.taken, 1); }
+  __device__ __forceinline__ void Request() { number = atomicAdd(p.tile_counter, 1); }
 };
 
 // A static schedule with the same order for all CTAs. The CTAs of a cluster get the same numbers.
@@ -65,7 +65,7 @@ struct DynamicQTiles {
 
   __device__ __forceinline__ explicit DynamicQTiles(const Params& p) : p(p) {}
   __device__ __forceinline__ void Request() {
-    number = int(gridDim.x) + (p.taken != nullptr ? atomicAdd(p.taken, 1) : number);
+    number = int(gridDim.x) + (p.tile_counter != nullptr ? atomicAdd(p.tile_counter, 1) : number);
   }
 
   // Finds the requested tile among `tiles` tiles in each of `heads` heads. Returns false at the end.

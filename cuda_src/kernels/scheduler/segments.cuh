@@ -41,7 +41,7 @@ __device__ __forceinline__ void Find(BlockIds (&blocks)[kBlocks], const Side& ot
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) first[b] = 0x7FFFFFFF, last[b] = -1, count[b] = 0;
   constexpr int kIds = 4;  // ids that a lane tests at a time; most often all are too low or too high
-  static_assert(kThreads * kIds <= kLargestStep);
+  static_assert(kThreads * kIds <= kMaxStep);
 #pragma unroll 4
   for (int i = threadIdx.x / 32 * (32 * kIds) + threadIdx.x % 32; i < other.size; i += kThreads * kIds) {
     int ids[kIds], low = 0x7FFFFFFF, high = -0x7FFFFFFF - 1;

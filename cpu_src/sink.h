@@ -1,5 +1,5 @@
-// The statistics of a row that has a sink, a logit that joins the denominator of its softmax and has no value; and what
-// the sink changes in gradients and tangents.
+// Statistics of a row with a sink, and the sink's effect on gradients and tangents. A sink is a logit that joins the
+// denominator of the softmax, and has no value.
 #pragma once
 
 #include "cpu_src/scores.h"
@@ -40,7 +40,7 @@ struct WithSink {
     return sink * (z_tangent - reference);
   }
 
-  // Writes what this row of [B, N, T], whose dO · O is `product`, adds to the gradient of the sinks.
+  // Writes the contribution of this row of [B, N, T] to the gradient of the sinks, where `product` is dO · O.
   void StoreGradient(const Problem& p, const BackwardResults& out, int64_t row, A product) const {
     if (p.dsinks) static_cast<A*>(out.dsinks)[row] = -sink * product;
   }

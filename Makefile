@@ -23,7 +23,7 @@ BUILD_TOOLS = scikit-build-core nanobind cmake ninja
 PIP = bin/python -m pip install --disable-pip-version-check
 CPP = $(wildcard bindings.cc) $(shell find $(wildcard common cpu_src cuda_src) -name '*.h' -o -name '*.cc' -o -name '*.cuh')
 EMULATOR = $(wildcard tools/emulator/*.h tools/emulator/*.cc)
-PY = jax_flash tests tools benchmarks examples docs/conf.py
+PY = jax_flash tests tools benchmarks examples docs/conf.py docs/draw_architecture.py
 BUILD_INPUTS = pyproject.toml $(wildcard CMakeLists.txt) $(CPP)
 say = @printf '\n\033[1m==> %s\033[0m\n' "$(1)"
 

@@ -1,5 +1,5 @@
 // The arrays of the three custom calls. These tables declare each array once. The structs below, the checks of buffers
-// (buffers.cc), Python's jax_flash/operands.py and the table in docs/architecture.md follow from them.
+// (buffers.cc), Python's jax_flash/operands.py and the table in docs/contract.md follow from them.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // Declares a function for host and device code. It is static: the CPU kernels are compiled once for each instruction
-// set, and must not share its code (docs/architecture.md, "CPU kernels").
+// set, and must not share its code (docs/design/cpu.md).
 #pragma once
 
 #ifdef __CUDACC__

@@ -1,7 +1,7 @@
 // The order of search results: guides before reference pages with a similar match, and pages for contributors last.
 const REFERENCE = /^docs\/(api\/|measurements|performance)/;
 const CONTRIBUTORS =
-  /^(CHANGELOG|CONTRIBUTING|tools\/|docs\/(api\/io_model|architecture|contributors|design\/|io-complexity|paper|pipelines))/;
+  /^(CHANGELOG|CONTRIBUTING|tools\/|docs\/(api\/io_model|architecture|contract|contributors|design\/|first-change|glossary|io-complexity|paper|pipelines))/;
 
 var Scorer = {
   score: ([page, , , , score]) => score + (CONTRIBUTORS.test(page) ? -100 : REFERENCE.test(page) ? 0 : 3),

@@ -12,7 +12,7 @@ one, and each has full size or size 1. Each call has these layers, from the outs
 
 The primitive of a tangent is in `derivatives.py`. Its layers from `custom_partitioning` on are these.
 
-Operands, results and formulas: docs/architecture.md.
+Operands, results and formulas: docs/contract.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The denominator of a row's softmax: ℓ, and one more term if the row has a sink.
 
 A sink z is a logit without a value. ℓ and m, and so the logsumexp, do not include it: it joins when O is divided, and
-when the backward computes P. Formulas: docs/architecture.md.
+when the backward computes P. Formulas: docs/contract.md.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Backward(NamedTuple):
 
     l: jax.Array  # P = exp(s - m) / l
     m: jax.Array
-    d: jax.Array  # D of docs/architecture.md
+    d: jax.Array  # D of docs/contract.md
     gradients: dict[str, jax.Array]  # those that follow from these
 
 

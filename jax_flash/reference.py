@@ -1,7 +1,7 @@
 """Standard attention with the matrix in memory: the oracle of every test, and `implementation="reference"`.
 
 Algorithms 0 and 3 of arXiv 2205.14135 (appendix B), with masking and dropout as in B.3 and B.4. All computations use
-the accumulation dtype. docs/architecture.md has the exact formulas, including fully masked rows. JAX can differentiate
+the accumulation dtype. docs/contract.md has the exact formulas, including fully masked rows. JAX can differentiate
 both functions in any mode and order. m has no gradient, and m + log ℓ has its gradient through ℓ.
 """
 

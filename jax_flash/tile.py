@@ -1,6 +1,6 @@
 """One tile of the attention matrix: its mask, S, P, and its contributions to gradients and tangents.
 
-For `reference.py`, the whole matrix is one tile. `blockwise.py` loops over tiles. Formulas: docs/architecture.md.
+For `reference.py`, the whole matrix is one tile. `blockwise.py` loops over tiles. Formulas: docs/contract.md.
 
 A tile has R rows and C columns. Its `Operands` contain only these rows and columns of each array. `rows` and `columns`
 are their positions. Positions beyond the lengths are padding, which is masked.
@@ -198,7 +198,7 @@ def gradients(
     Args:
       l, m: [B, N, R], the statistics of the forward.
       do: [B, R, N, E], the cotangent of O.
-      d: [B, N, R], D of docs/architecture.md.
+      d: [B, N, R], D of docs/contract.md.
 
     Returns:
       The requested gradients by name, in the accumulation dtype: dq [B, R, N, D], dk [B, C, K, D], dv [B, C, K, E].

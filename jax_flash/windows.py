@@ -1,6 +1,6 @@
 """Local windows: how far from its own position a query may attend, as ints or as traced integers.
 
-An int is part of the `Problem`. A traced integer becomes ranges (`docs/architecture.md`): two numbers for each query
+An int is part of the `Problem`. A traced integer becomes ranges (`docs/contract.md`): two numbers for each query
 and each key. Features that cannot be combined with ranges need a `mask_mod` instead.
 """
 

@@ -1,5 +1,6 @@
 """Tables in the docs match the committed results, links are valid, and pages and pictures follow their rules."""
 
+import fnmatch
 import importlib
 import pathlib
 import re
@@ -123,7 +124,7 @@ def test_pictures_fit_light_and_dark_pages():
 
 
 def documented(declaration: str, name: str, dtype: str, dims: str, condition: str) -> str:
-    """Return a row of the operand table in docs/architecture.md, from a row of the table in common/arrays.h."""
+    """Return a row of the operand table in docs/contract.md, from a row of the table in common/arrays.h."""
     sizes = {"G": "pages", "A": "page", "M": "S / page", "R": "row_list", "C": "column_list", "P": "element_masks"}
     sizes |= {"Q": "q_block", "W": "⌈kv_block / 32⌉", "X": "2"}
     if name in (*BROADCAST, *BLOCK_MASK):
@@ -135,8 +136,34 @@ def documented(declaration: str, name: str, dtype: str, dims: str, condition: st
     return f"| {name} | [{shape}] | {dtype} | {condition} |"
 
 
-def test_architecture_lists_the_operands():
+def test_contract_lists_the_operands():
     header, _, _ = (ROOT / "common/arrays.h").read_text().partition("#define JAX_FLASH_FORWARD_RESULTS")
     declared = re.findall(r'  OPERAND\((\w+), (\w+), (\S+), "(\w*)", (.+)\) *\\?', header)
     assert [name for _, name, *_ in declared] == [name for name, *_ in _native.operands()]
-    assert "\n".join(documented(*row) for row in declared) in (ROOT / "docs/architecture.md").read_text()
+    assert "\n".join(documented(*row) for row in declared) in (ROOT / "docs/contract.md").read_text()
+
+
+def test_tables_of_files_are_complete():
+    """Each source file has a row in the architecture or the pipelines, and each file in a row exists."""
+    pages = [(ROOT / f"docs/{name}.md").read_text() for name in ("architecture", "pipelines")]
+    rows = [line for page in pages for line in page.splitlines() if line.startswith("|")]
+    named = re.findall(r"`([^`]+)`", "\n".join(rows))
+    patterns = {word for text in named for word in re.findall(r"[\w*]+", text)}
+    folders = ("jax_flash", "common", "cpu_src", "cuda_src/plan", "cuda_src/kernels/hopper", "cuda_src/kernels/ampere")
+    files = [x for folder in (*folders, "cuda_src") for x in (ROOT / folder).glob("*.*")]
+    files = [x for x in files if x.suffix in (".py", ".h", ".cc", ".cuh") and x.name != "__init__.py"]
+    assert not [x.name for x in files if not any(fnmatch.fnmatchcase(x.stem, pattern) for pattern in patterns)]
+    listed = {word for text in named for word in re.findall(r"\w+\.(?:py|h|cc|cuh)\b", text)}
+    assert not [name for name in listed if not list(ROOT.glob(f"*/**/{name}")) and not (ROOT / name).exists()]
+
+
+def test_picture_of_the_architecture_is_drawn(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    importlib.import_module("draw_architecture").draw(tmp_path / "architecture.png")
+    assert (tmp_path / "architecture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_architecture_is_short():
+    """The page has at most 2,500 words, as `wc -w` counts."""
+    assert len((ROOT / "docs/architecture.md").read_text().split()) <= 2500

@@ -138,7 +138,7 @@ def _per_kv_head(case: Case, g: np.ndarray) -> np.ndarray:
 
 
 def attention(case: Case, arrays: Arrays, cotangents: Any, sums: Any, dtype: Any = None) -> Results:
-    """Compute the formulas of docs/architecture.md with the matrix in memory.
+    """Compute the formulas of docs/contract.md with the matrix in memory.
 
     All arithmetic is in `sums`. P, dP and the results are rounded to `dtype`. With `sums` float64 or longdouble the
     result is exact. With float32 and the dtype of the inputs it has the error of standard attention. The dtype "tf32"

@@ -24,7 +24,7 @@ if importlib.util.find_spec("jax_flash._native") is None:
             "run 'pip install .' in the clone"
         )
 
-from jax_flash import patterns
+from jax_flash import kernels, patterns
 from jax_flash.attention import (
     Choice,
     Statistics,
@@ -37,10 +37,12 @@ from jax_flash.block_sparse import BlockMask
 from jax_flash.custom_calls import export_checks
 from jax_flash.derivatives import RESIDUAL_NAMES
 from jax_flash.jax_nn import JaxNNPatch, patch_jax_nn
+from jax_flash.kernel_sums import kernel_sum
 from jax_flash.paged import append_to_pages, paged_attention
 from jax_flash.plan import Explanation, Kernel, explain
 from jax_flash.problem import Problem
 from jax_flash.sequence import unzigzag, zigzag
+from jax_flash.sparse_matrix import block_sparse_matmul, blocks_to_matrix, matrix_to_blocks
 from jax_flash.varlen import varlen_attention
 
 __version__ = "0.2.0"
@@ -56,10 +58,15 @@ __all__ = [
     "Statistics",
     "append_to_pages",
     "attention_with_statistics",
+    "block_sparse_matmul",
+    "blocks_to_matrix",
     "choose_implementation",
     "dot_product_attention",
     "explain",
     "export_checks",
+    "kernel_sum",
+    "kernels",
+    "matrix_to_blocks",
     "merge",
     "paged_attention",
     "patch_jax_nn",

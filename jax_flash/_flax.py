@@ -16,8 +16,10 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jax_flash import attention, checks, dropout
+from jax_flash.block_sparse import BlockMask
 from jax_flash.call import Call, Implementation
 from jax_flash.paged import append_to_pages, paged_attention
+from jax_flash.sparse_matrix import Pattern, product
 from jax_flash.windows import Window
 
 Value = TypeVar("Value")
@@ -297,3 +299,42 @@ def _fold(name: str, x: Any, leading: tuple[int, ...], dims: int, whole: bool) -
     if whole or math.prod(lead) != 1:
         x = (np if isinstance(x, np.ndarray) else jnp).broadcast_to(x, (*leading, *rest))
     return x.reshape(math.prod(x.shape[: len(leading)]), *rest)
+
+
+# --- block-sparse dense layers ----------------------------------------------------------------------------------------
+
+
+BlockPattern = BlockMask | Callable[[int, int], BlockMask]
+
+
+def block_pattern(pattern: BlockPattern, inputs: int, outputs: int) -> Pattern:
+    """Return the places of the blocks of a layer's weight."""
+    if not (callable(pattern) or isinstance(pattern, BlockMask)):
+        raise TypeError(f"pattern must be a BlockMask, or a function that returns one, not {checks.described(pattern)}")
+    mask = pattern if isinstance(pattern, BlockMask) else pattern(inputs, outputs)
+    places = Pattern.of(mask)
+    if places.shape != (inputs, outputs):
+        raise ValueError(f"pattern must have in_features x features = {inputs} x {outputs}, not {places.shape}")
+    return places
+
+
+def block_initializer(places: Pattern) -> Callable[[jax.Array, Any, Any], jax.Array]:
+    """Return the initializer of the blocks. The variance of each output is 1, as with `lecun_normal` in a dense layer."""
+
+    def initialize(key: jax.Array, shape: Any, dtype: Any = jnp.float32) -> jax.Array:
+        blocks = jax.nn.initializers.lecun_normal(-2, -1, batch_axis=0)(key, shape, dtype)
+        column = places.rows_and_columns[1]
+        return blocks * jnp.asarray(np.bincount(column)[column] ** -0.5, dtype)[:, None, None]
+
+    return initialize
+
+
+def apply_blocks(
+    inputs: jax.Array, kernel: jax.Array, bias: jax.Array | None, places: Pattern, dtype: Any
+) -> jax.Array:
+    """Return the result of a block-sparse dense layer."""
+    inputs, kernel, bias = promote_dtype((inputs, kernel, bias), dtype=dtype)
+    if inputs.ndim == 0 or inputs.shape[-1] != places.shape[0]:
+        raise ValueError(f"inputs must have shape [..., {places.shape[0]}], not {inputs.shape}")
+    out = product(inputs, kernel, places)
+    return out if bias is None else out + bias

@@ -162,7 +162,7 @@ def _problem(operands: Operands, call: Call, q_len: int, kv_len: int) -> Problem
             logits_soft_cap=_soft_cap(call.logits_soft_cap, _largest(operands.query.dtype)),
             bias_dtype="none" if operands.bias is None else operands.bias.dtype.name,
         ),
-        full_precision=_full_precision(call.precision),
+        full_precision=full_precision(call.precision),
         deterministic=call.deterministic,
     ).with_arrays(operands.arrays())
 
@@ -286,12 +286,12 @@ _FULL_PRECISIONS = (
 )
 
 
-def _full_precision(precision: Any) -> bool:
+def full_precision(precision: Any) -> bool:
     """Return whether float32 products need full float32 precision."""
     if precision is None:
         return jax.config.jax_default_matmul_precision in _FULL_PRECISIONS  # type: ignore[attr-defined, unused-ignore]
     if isinstance(precision, (tuple, list)) and len(precision) == 2:
-        left, right = map(_full_precision, precision)
+        left, right = map(full_precision, precision)
         return left or right
     name = getattr(precision, "name", precision)
     if isinstance(name, str) and name in lax.DotAlgorithmPreset.__members__:

@@ -23,10 +23,14 @@ from jax.typing import ArrayLike
 from jax_flash import checks, dropout
 from jax_flash._flax import (
     Attributes,
+    BlockPattern,
     append,
+    apply_blocks,
     attend,
     attend_in,
     attend_in_pages,
+    block_initializer,
+    block_pattern,
     chosen,
     chosen_sinks,
     key_and_value_inputs,
@@ -38,7 +42,7 @@ from jax_flash.paged import checked_page
 from jax_flash.sequence import Layout
 from jax_flash.windows import Window
 
-__all__ = ["MultiHeadAttention", "dot_product_attention"]
+__all__ = ["BlockSparseDense", "MultiHeadAttention", "dot_product_attention"]
 
 
 @explains_names
@@ -369,3 +373,44 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
             dot_general_cls=self.out_dot_general_cls,
             name="out",
         )(x)
+
+
+class BlockSparseDense(nn.Module):
+    """A dense layer whose weight stores only some of its blocks (Pixelated Butterfly, arXiv 2112.00029).
+
+    Time and memory are proportional to the number of stored blocks, forward and backward. The parameters are those of
+    `flax.linen.Dense`, but `kernel` has shape [K, A, B], with the K blocks of A x B that the pattern keeps.
+    `jax_flash.matrix_to_blocks` and `blocks_to_matrix` convert the kernel of a checkpoint.
+
+    Args:
+      features: number of output features.
+      pattern: a block mask with in_features x features entries, or a function (in_features, features) that returns one,
+        such as `functools.partial(jax_flash.patterns.butterfly, global_blocks=1)`. All of its blocks are full or empty.
+      use_bias: whether to add a bias.
+      dtype: dtype of the computation. Default: the common dtype of inputs and parameters.
+      param_dtype: dtype of the parameters.
+      kernel_init: initializer of the kernel [K, A, B]. Default: outputs have the variance of the inputs, as with the
+        initializer of `flax.linen.Dense`.
+      bias_init: initializer of the bias.
+
+    Raises:
+      TypeError: if the pattern is not a block mask or such a function.
+      ValueError: if the pattern has other sizes or partial blocks, or the sizes do not consist of whole blocks.
+    """
+
+    features: int
+    pattern: BlockPattern
+    use_bias: bool = True
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    kernel_init: Callable[..., jax.Array] | None = None
+    bias_init: Callable[..., jax.Array] = nn.initializers.zeros_init()
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Return the outputs [..., features] of inputs [..., in_features]."""
+        places = block_pattern(self.pattern, jnp.shape(inputs)[-1], self.features)
+        initialize = self.kernel_init or block_initializer(places)
+        kernel = self.param("kernel", initialize, (places.count, *places.block), self.param_dtype)
+        bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype) if self.use_bias else None
+        return apply_blocks(inputs, kernel, bias, places, self.dtype)

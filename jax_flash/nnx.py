@@ -23,10 +23,14 @@ from jax.typing import ArrayLike
 from jax_flash import checks, dropout
 from jax_flash._flax import (
     Attributes,
+    BlockPattern,
     append,
+    apply_blocks,
     attend,
     attend_in,
     attend_in_pages,
+    block_initializer,
+    block_pattern,
     chosen,
     chosen_sinks,
     key_and_value_inputs,
@@ -38,7 +42,7 @@ from jax_flash.paged import checked_page
 from jax_flash.sequence import Layout
 from jax_flash.windows import Window
 
-__all__ = ["MultiHeadAttention", "dot_product_attention"]
+__all__ = ["BlockSparseDense", "MultiHeadAttention", "dot_product_attention"]
 
 
 @explains_names
@@ -372,3 +376,54 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
             cached=cached,
         )
         return self.out(x, out_sharding=out_sharding)
+
+
+class BlockSparseDense(nnx.Module):
+    """A dense layer whose weight stores only some of its blocks (Pixelated Butterfly, arXiv 2112.00029).
+
+    Time and memory are proportional to the number of stored blocks, forward and backward. The parameters are those of
+    `flax.nnx.Linear`, but `kernel` has shape [K, A, B], with the K blocks of A x B that the pattern keeps.
+    `jax_flash.matrix_to_blocks` and `blocks_to_matrix` convert the kernel of a checkpoint.
+
+    Args:
+      in_features, out_features: number of input and output features.
+      pattern: a block mask with in_features x out_features entries, or a function (in_features, out_features) that
+        returns one, such as `functools.partial(jax_flash.patterns.butterfly, global_blocks=1)`. All of its blocks are
+        full or empty.
+      use_bias: whether to add a bias.
+      dtype: dtype of the computation. Default: the common dtype of inputs and parameters.
+      param_dtype: dtype of the parameters.
+      kernel_init: initializer of the kernel [K, A, B]. Default: outputs have the variance of the inputs, as with the
+        initializer of `flax.nnx.Linear`.
+      bias_init: initializer of the bias.
+      rngs: random number generators; `params` initializes the parameters.
+
+    Raises:
+      TypeError: if the pattern is not a block mask or such a function.
+      ValueError: if the pattern has other sizes or partial blocks, or the sizes do not consist of whole blocks.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        pattern: BlockPattern,
+        *,
+        use_bias: bool = True,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        kernel_init: Callable[..., jax.Array] | None = None,
+        bias_init: Callable[..., jax.Array] = nnx.initializers.zeros_init(),
+        rngs: nnx.Rngs,
+    ):
+        self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
+        self.places = block_pattern(pattern, in_features, out_features)
+        initialize = kernel_init or block_initializer(self.places)
+        shape = (self.places.count, *self.places.block)
+        self.kernel = nnx.Param(initialize(rngs.params(), shape, param_dtype))
+        self.bias = nnx.Param(bias_init(rngs.params(), (out_features,), param_dtype)) if use_bias else None
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Return the outputs [..., out_features] of inputs [..., in_features]."""
+        bias = None if self.bias is None else self.bias[...]
+        return apply_blocks(inputs, self.kernel[...], bias, self.places, self.dtype)

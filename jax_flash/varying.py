@@ -27,3 +27,10 @@ def varying_axes(x: jax.Array) -> frozenset[str]:
     """The manual mesh axes that it varies over."""
     aval: Any = jax.typeof(x)  # jax 0.10 moved the attribute
     return aval.vma if hasattr(aval, "vma") else aval.manual_axis_type.varying
+
+
+def type_varying_as(x: jax.Array, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    """The type of an array of this shape that has the dtype of `x` and varies over the same mesh axes."""
+    aval: Any = jax.typeof(x)
+    name = "vma" if hasattr(aval, "vma") else "manual_axis_type"
+    return jax.ShapeDtypeStruct(shape, aval.dtype, **{name: getattr(aval, name)})

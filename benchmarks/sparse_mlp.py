@@ -1,0 +1,188 @@
+"""Two layers with a GELU between them: `BlockSparseDense` beside `flax.linen.Dense`, forward and backward.
+
+    python benchmarks/sparse_mlp.py              # on a GPU a minute: 4096 -> 16384 -> 4096, 16384 tokens, bfloat16
+    python benchmarks/sparse_mlp.py --tune       # on a GPU: times of the Triton kernels with other tiles
+
+The masks have blocks of 128 x 128. "random" keeps a quarter of them: equally many for each block of outputs of the first
+layer, and of inputs of the second. "butterfly" is the butterfly with the low-rank term of Pixelated Butterfly. On a GPU
+the layers are also measured with XLA's batched products in place of the Triton kernels. The backward is the gradient of
+inputs and parameters, with the forward that it needs. All are timed in turn, in one process. The ideal speed-up is 1 over
+the fraction of kept blocks. The difference is that of the sparse layers' output from the output of dense layers with the
+same weights, relative to its Euclidean norm.
+"""
+
+import argparse
+import functools
+import itertools
+import pathlib
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import measure
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jax_flash import BlockMask, blocks_to_matrix, patterns, sparse_matrix
+from jax_flash.linen import BlockSparseDense
+
+BLOCK = 128
+FORWARD, BOTH = "forward", "forward + backward"
+DENSE, SPARSE, PRODUCTS = "dense", "sparse", "sparse, XLA's products"
+TILES = list(itertools.product((128, 256), (32, 64), (4, 8), (3, 4)))  # tokens, step, warps, stages
+Masks = tuple[BlockMask, BlockMask]
+
+
+def random_quarter(inputs: int, outputs: int) -> BlockMask:
+    """Keeps a quarter of the blocks, equally many in each block column."""
+    size = inputs // BLOCK, outputs // BLOCK
+    lottery = np.random.default_rng(0).random(size)
+    return BlockMask.from_dense(np.argsort(np.argsort(lottery, 0), 0) < size[0] // 4, inputs, outputs)
+
+
+def transposed(mask: BlockMask) -> BlockMask:
+    return BlockMask.from_dense(np.swapaxes(mask.blocks > 0, -1, -2), mask.shape.kv_len, mask.shape.q_len)
+
+
+PATTERNS: dict[str, Callable[[int, int], BlockMask]] = {
+    "random": random_quarter,
+    "butterfly": functools.partial(patterns.butterfly, global_blocks=1),
+}
+
+
+class MLP(nn.Module):
+    inputs: int
+    hidden: int
+    dtype: Any
+    masks: Masks | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        options = {"dtype": self.dtype, "param_dtype": self.dtype}
+        if self.masks is None:
+            x = nn.gelu(nn.Dense(self.hidden, **options)(x))
+            return nn.Dense(self.inputs, **options)(x)
+        x = nn.gelu(BlockSparseDense(self.hidden, self.masks[0], **options)(x))
+        return BlockSparseDense(self.inputs, self.masks[1], **options)(x)
+
+
+def call_of(mlp: MLP, params: Any, x: jax.Array, pass_: str) -> tuple[measure.Call, float]:
+    """One pass, compiled, and the MiB of its temporaries and results."""
+
+    def forward(params: Any, x: jax.Array) -> Any:  # jax.jit would find mlp.apply in its cache
+        return mlp.apply(params, x)
+
+    def both(params: Any, x: jax.Array) -> Any:
+        out, pull = jax.vjp(mlp.apply, params, x)
+        return out, *pull(out)
+
+    compiled = jax.jit(forward if pass_ == FORWARD else both).lower(params, x).compile()
+    memory: Any = compiled.memory_analysis()
+    return functools.partial(compiled, params, x), (memory.temp_size_in_bytes + memory.output_size_in_bytes) / 2**20
+
+
+def difference(mlp: MLP, params: Any, x: jax.Array) -> float:
+    """How much the sparse layers differ from dense ones with the same weights."""
+    assert mlp.masks is not None
+    layers = zip(("BlockSparseDense_0", "BlockSparseDense_1"), mlp.masks, strict=True)
+    dense = {
+        f"Dense_{i}": params["params"][name] | {"kernel": blocks_to_matrix(params["params"][name]["kernel"], mask)}
+        for i, (name, mask) in enumerate(layers)
+    }
+    expected = MLP(mlp.inputs, mlp.hidden, mlp.dtype).apply({"params": dense}, x)
+    ours, theirs = (np.asarray(y, np.float64) for y in (mlp.apply(params, x), expected))
+    return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
+
+
+def tune(inputs: int, hidden: int, tokens: int, dtype: Any, console: Console) -> None:
+    """Prints milliseconds of the three kernels of the random mask by tile, the fastest first."""
+    mask = random_quarter(inputs, hidden)
+    pattern = sparse_matrix.Pattern.of(mask)
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, dy = (jax.random.normal(key, (tokens, size), dtype) for key, size in zip(keys, (inputs, hidden), strict=False))
+    blocks = jax.random.normal(keys[2], (pattern.count, BLOCK, BLOCK), dtype)
+    kernels: dict[str, tuple[Callable[..., jax.Array], tuple[jax.Array, ...]]] = {
+        "product": (functools.partial(sparse_matrix.triton_product_of, pattern, False), (x, blocks)),
+        "transposed": (functools.partial(sparse_matrix.triton_product_of, pattern, True), (dy, blocks)),
+        "gradient": (functools.partial(sparse_matrix.triton_gradient_of, pattern), (x, dy)),
+    }
+    flops = 2 * tokens * pattern.count * BLOCK**2
+    for name, (kernel, arrays) in kernels.items():
+        table = Table("tokens", "step", "warps", "stages", "ms", "TFLOP/s", title=name)
+        found = []
+        for tile in TILES:
+            if name == "gradient" and tile[0] != TILES[0][0]:
+                continue  # its tile has no tokens
+            constants = dict(zip(("TOKENS", "STEP", "WARPS", "STAGES"), tile, strict=True)) | {"GRADIENT_STEP": tile[1]}
+            with mock.patch.multiple(sparse_matrix, **constants):
+                try:
+                    call = functools.partial(jax.jit(lambda *arrays, kernel=kernel: kernel(*arrays)), *arrays)
+                    (times,) = measure.interleave_enqueued({name: call}, samples=3).values()
+                except jax.errors.JaxRuntimeError as error:  # shared memory does not suffice
+                    print(f"{name} {tile}: {str(error).splitlines()[0][:100]}")
+                    continue
+            found.append((statistics.median(times), tile))
+        for seconds, tile in sorted(found):
+            table.add_row(*map(str, tile), f"{1e3 * seconds:.3f}", f"{flops / seconds / 1e12:.0f}")
+        console.print(table)
+
+
+def main() -> None:
+    gpu = jax.default_backend() == "gpu"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--inputs", type=int, default=4096 if gpu else 1024)
+    parser.add_argument("--hidden", type=int, default=16384 if gpu else 4096)
+    parser.add_argument("--tokens", type=int, default=16384 if gpu else 2048)
+    parser.add_argument("--patterns", nargs="+", choices=list(PATTERNS), default=list(PATTERNS))
+    parser.add_argument("--tune", action="store_true", help="time the Triton kernels with other tiles, and end")
+    parser.add_argument("--seconds", type=float, default=8.0, help="on a CPU, spent on a row of the table")
+    name = "sparse_mlp_gpu.json" if gpu else "sparse_mlp_cpu.json"
+    parser.add_argument("--json", type=pathlib.Path, default=measure.RESULTS / name)
+    args = parser.parse_args()
+
+    dtype = jnp.bfloat16 if gpu else jnp.float32
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    if args.tune:
+        tune(args.inputs, args.hidden, args.tokens, dtype, console)
+        return
+    interleave = measure.interleave_enqueued if gpu else functools.partial(measure.interleave, seconds=args.seconds)
+    x = jax.random.normal(jax.random.key(1), (args.tokens, args.inputs), dtype)
+    make = functools.partial(MLP, args.inputs, args.hidden, dtype)
+    rows: list[dict[str, Any]] = []
+    table = Table(
+        "mask", "kept", "pass", "dense, ms", "sparse, ms", "speed-up", "XLA's products, ms", "MiB", "difference"
+    )
+    for pattern in args.patterns:
+        mask = PATTERNS[pattern](args.inputs, args.hidden)
+        dense, sparse = make(), make((mask, transposed(mask)))
+        params = {mlp: mlp.init(jax.random.key(0), x) for mlp in (dense, sparse)}
+        for pass_ in (FORWARD, BOTH):
+            made = {DENSE: call_of(dense, params[dense], x, pass_), SPARSE: call_of(sparse, params[sparse], x, pass_)}
+            if gpu:
+                with mock.patch.object(sparse_matrix, "_has_kernel", lambda *_: False):
+                    made[PRODUCTS] = call_of(sparse, params[sparse], x, pass_)
+            seconds = interleave({name: call for name, (call, _) in made.items()})
+            mib = {name: memory for name, (_, memory) in made.items()}
+            row = {"mask": pattern, "kept": float(mask.kept), "pass": pass_, "seconds": seconds, "mib": mib}
+            rows.append(row | {"difference": difference(sparse, params[sparse], x)})
+            median = {name: statistics.median(times) for name, times in seconds.items()}
+            shown = [f"{1e3 * median[name]:.3f}" if name in median else "–" for name in (DENSE, SPARSE, PRODUCTS)]
+            shown.insert(2, f"{median[DENSE] / median[SPARSE]:.2f}")
+            table.add_row(
+                pattern, f"{mask.kept:.3f}", pass_, *shown, f"{mib[SPARSE]:.0f}", f"{rows[-1]['difference']:.1e}"
+            )
+    environment = measure.environment(["jax-flash", "jax", "jaxlib", "flax"])
+    sizes = {"inputs": args.inputs, "hidden": args.hidden, "tokens": args.tokens, "dtype": jnp.dtype(dtype).name}
+    measure.save(args.json, {"environment": environment, **sizes, "rows": rows})
+    console.print(table)
+    print(f"Written: {args.json}")
+
+
+if __name__ == "__main__":
+    main()

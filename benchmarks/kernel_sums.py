@@ -156,7 +156,7 @@ def main() -> None:
     table = Table("N", "D", "pass", *(f"{way}, ms" for way in ways), *(f"{way}, error" for way in ways))
     for case in cases:
         count, dim, pass_ = case
-        found = [(name, compiled(name, *program)) for name, *program in lowered.pop(case)]
+        found = [(name, compiled(name, program, arrays)) for name, program, arrays in lowered.pop(case)]
         if has_keops:
             found.append((KEOPS, keops_call(*case, gpu)))
         calls = {name: call for name, call in found if call is not None}

@@ -3,11 +3,11 @@
     python benchmarks/sparse_mlp.py              # on a GPU a minute: 4096 -> 16384 -> 4096, 16384 tokens, bfloat16
     python benchmarks/sparse_mlp.py --tune       # on a GPU: times of the Triton kernels with other tiles
 
-The masks have blocks of 128 x 128. "random" keeps a quarter of them: equally many for each block of outputs of the first
-layer, and of inputs of the second. "butterfly" is the butterfly with the low-rank term of Pixelated Butterfly. On a GPU
-the layers are also measured with XLA's batched products in place of the Triton kernels. The backward is the gradient of
-inputs and parameters, with the forward that it needs. All are timed in turn, in one process. The ideal speed-up is 1 over
-the fraction of kept blocks. The difference is that of the sparse layers' output from the output of dense layers with the
+The masks have blocks of 128 x 128. "random" keeps a quarter of them: equally many for each block of outputs of the
+first layer, and of inputs of the second. "butterfly" is the butterfly with the low-rank term of Pixelated Butterfly. On
+a GPU the layers are also measured with XLA's batched products instead of the Triton kernels. The backward computes the
+gradients of inputs and parameters, and includes the forward. All calls are timed in turn, in one process. The ideal
+speed-up is 1 over the fraction of kept blocks. The difference compares the output with that of dense layers with the
 same weights, relative to its Euclidean norm.
 """
 
@@ -35,7 +35,7 @@ from jax_flash.linen import BlockSparseDense
 BLOCK = 128
 FORWARD, BOTH = "forward", "forward + backward"
 DENSE, SPARSE, PRODUCTS = "dense", "sparse", "sparse, XLA's products"
-TILES = list(itertools.product((128, 256), (32, 64), (4, 8), (3, 4)))  # tokens, step, warps, stages
+TILES = list(itertools.starmap(sparse_matrix.Tile, itertools.product((128, 256), (32, 64), (4, 8), (3, 4))))
 Masks = tuple[BlockMask, BlockMask]
 
 
@@ -117,16 +117,14 @@ def tune(inputs: int, hidden: int, tokens: int, dtype: Any, console: Console) ->
         table = Table("tokens", "step", "warps", "stages", "ms", "TFLOP/s", title=name)
         found = []
         for tile in TILES:
-            if name == "gradient" and tile[0] != TILES[0][0]:
-                continue  # its tile has no tokens
-            constants = dict(zip(("TOKENS", "STEP", "WARPS", "STAGES"), tile, strict=True)) | {"GRADIENT_STEP": tile[1]}
-            with mock.patch.multiple(sparse_matrix, **constants):
-                try:
-                    call = functools.partial(jax.jit(lambda *arrays, kernel=kernel: kernel(*arrays)), *arrays)
-                    (times,) = measure.interleave_enqueued({name: call}, samples=3).values()
-                except jax.errors.JaxRuntimeError as error:  # shared memory does not suffice
-                    print(f"{name} {tile}: {str(error).splitlines()[0][:100]}")
-                    continue
+            if name == "gradient" and tile.tokens != TILES[0].tokens:
+                continue
+            call = functools.partial(jax.jit(functools.partial(kernel, tile=tile)), *arrays)
+            try:
+                (times,) = measure.interleave_enqueued({name: call}, samples=3).values()
+            except jax.errors.JaxRuntimeError as error:  # shared memory does not suffice
+                print(f"{name} {tile}: {str(error).splitlines()[0][:100]}")
+                continue
             found.append((statistics.median(times), tile))
         for seconds, tile in sorted(found):
             table.add_row(*map(str, tile), f"{1e3 * seconds:.3f}", f"{flops / seconds / 1e12:.0f}")

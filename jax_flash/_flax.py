@@ -319,7 +319,7 @@ def block_pattern(pattern: BlockPattern, inputs: int, outputs: int) -> Pattern:
 
 
 def block_initializer(places: Pattern) -> Callable[[jax.Array, Any, Any], jax.Array]:
-    """Return the initializer of the blocks. The variance of each output is 1, as with `lecun_normal` in a dense layer."""
+    """Return the initializer of the blocks. Outputs have the variance of inputs, as with `lecun_normal` if dense."""
 
     def initialize(key: jax.Array, shape: Any, dtype: Any = jnp.float32) -> jax.Array:
         blocks = jax.nn.initializers.lecun_normal(-2, -1, batch_axis=0)(key, shape, dtype)

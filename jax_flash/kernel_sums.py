@@ -54,7 +54,7 @@ def kernel_sum(
         `jnp`. The rules for a `score_mod` apply (docs/score-programs.md). Its result may be -inf, where the kernel is
         0. The kernel must not overflow: log_kernel must be below 88 in float32.
       precision: precision of float32 products on a GPU, as in `dot_product_attention`. The default is full float32.
-        "default" is TF32, which is faster. The points are then rounded to TF32 (11 significant bits) first, so distances
+        "default" is TF32, which is faster. Points are then rounded to TF32 (11 significant bits) first, so distances
         are those of the rounded points, and equal points stay equal.
       implementation: as in `dot_product_attention`.
 
@@ -71,8 +71,8 @@ def kernel_sum(
     dtype = jnp.promote_types(given, jnp.float32)
     x, y, weights = (array.astype(dtype) for array in arrays.values())
     if isinstance(log_kernel, DistanceKernel):
-        log_kernel = jax.tree.map(lambda parameter: jnp.asarray(parameter, dtype), log_kernel)
-        x, y = _scaled(x, y, log_kernel.length_scale)
+        kernel: DistanceKernel = jax.tree.map(lambda parameter: jnp.asarray(parameter, dtype), log_kernel)
+        log_kernel, (x, y) = kernel, _scaled(x, y, kernel.length_scale)
     else:
         _check_function(log_kernel, dtype)
     if not full_precision(precision):

@@ -404,7 +404,7 @@ class BlockSparseDense(nn.Module):
     dtype: Dtype | None = None
     param_dtype: Dtype = jnp.float32
     kernel_init: Callable[..., jax.Array] | None = None
-    bias_init: Callable[..., jax.Array] = nn.initializers.zeros_init()
+    bias_init: Callable[..., jax.Array] = nn.initializers.zeros
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:

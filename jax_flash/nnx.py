@@ -413,7 +413,7 @@ class BlockSparseDense(nnx.Module):
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         kernel_init: Callable[..., jax.Array] | None = None,
-        bias_init: Callable[..., jax.Array] = nnx.initializers.zeros_init(),
+        bias_init: Callable[..., jax.Array] = nnx.initializers.zeros,
         rngs: nnx.Rngs,
     ):
         self.in_features, self.out_features, self.dtype = in_features, out_features, dtype

@@ -30,11 +30,20 @@ from jax_flash.block_sparse import BlockMask, MaskOfFunction
 from jax_flash.explicit import placed
 from jax_flash.varying import type_varying_as, varying_alike
 
-# Tiles of the Triton kernels: tokens of a tile, the inner dim of one step, and tokens of a step of the gradient.
-TOKENS, STEP, GRADIENT_STEP = 256, 64, 64
-WARPS, STAGES = 8, 3
 GROUP = 8  # token tiles that take turns at a column, so that its blocks stay in L2
 INNER = 512  # inner dim of one of XLA's products: larger is faster, but gathers more at a time
+
+
+class Tile(NamedTuple):
+    """What a program of a Triton kernel computes at a time."""
+
+    tokens: int  # rows of its output, in a product
+    step: int  # the inner dim of one step: features in a product, tokens in a gradient
+    warps: int
+    stages: int
+
+
+TILE = Tile(256, 64, 8, 3)
 
 
 class Lists(NamedTuple):
@@ -169,10 +178,10 @@ def matrix_to_blocks(matrix: ArrayLike, mask: BlockMask) -> jax.Array:
       ValueError: if its shape is not that of the mask. Errors of the mask are those of `block_sparse_matmul`.
     """
     pattern = Pattern.of(mask)
-    matrix = checks.shaped("matrix", checks.floats("matrix", matrix), pattern.shape)
+    given = checks.shaped("matrix", checks.floats("matrix", matrix), pattern.shape)
     (rows, columns), (a, b) = pattern.grid, pattern.block
     row, column = pattern.rows_and_columns
-    return matrix.reshape(rows, a, columns, b).swapaxes(1, 2)[row, column]
+    return given.reshape(rows, a, columns, b).swapaxes(1, 2)[row, column]
 
 
 def blocks_to_matrix(blocks: ArrayLike, mask: BlockMask) -> jax.Array:
@@ -229,7 +238,7 @@ def _gradient_backward(pattern, saved, blocks):
 _gradient.defvjp(_gradient_forward, _gradient_backward)
 
 
-# --- vmap: tokens join the other tokens, and several matrices become one block-diagonal matrix -------------------------
+# --- vmap: tokens join other tokens, and several matrices become one block-diagonal matrix ----------------------------
 
 
 def _batched_product(pattern: Pattern, transposed: bool) -> Callable[..., jax.Array]:
@@ -296,7 +305,7 @@ def _one_gradient(pattern: Pattern, x: jax.Array, dy: jax.Array) -> jax.Array:
 def _has_kernel(pattern: Pattern, x: jax.Array) -> bool:
     """Return whether the Triton kernels support a product. Their offsets have 32 bits."""
     sides = all(side in (16, 32, 64, 128) for side in pattern.block)
-    return sides and x.dtype.itemsize == 2 and (x.shape[0] + TOKENS) * max(pattern.shape) < 2**31
+    return sides and x.dtype.itemsize == 2 and (x.shape[0] + TILE.tokens) * max(pattern.shape) < 2**31
 
 
 def _accumulation_dtype(x: jax.Array) -> Any:
@@ -349,41 +358,46 @@ def _plain_gradient(pattern: Pattern, x: jax.Array, dy: jax.Array) -> jax.Array:
 # --- Triton -----------------------------------------------------------------------------------------------------------
 
 
-def triton_product_of(pattern: Pattern, transposed: bool, x: jax.Array, blocks: jax.Array) -> jax.Array:
+def triton_product_of(
+    pattern: Pattern, transposed: bool, x: jax.Array, blocks: jax.Array, tile: Tile = TILE
+) -> jax.Array:
+    """Compute the product by a Triton kernel. Each device computes its own tokens."""
     lists = map(jnp.asarray, pattern.lists(transposed))
-    return _divided(lambda *arrays: triton_product(pattern, transposed, *arrays), 1, x, blocks, *lists)
+    return _divided(lambda *arrays: triton_product(pattern, transposed, tile, *arrays), 1, x, blocks, *lists)
 
 
-def triton_gradient_of(pattern: Pattern, x: jax.Array, dy: jax.Array) -> jax.Array:
+def triton_gradient_of(pattern: Pattern, x: jax.Array, dy: jax.Array, tile: Tile = TILE) -> jax.Array:
+    """Compute the gradient of the blocks by a Triton kernel. Each device sums over its own tokens."""
     pairs = pattern.pairs()
     row, column = pattern.rows_and_columns
     places = map(jnp.asarray, (pairs, row[pairs[:, 0]], column[pairs]))
-    return _divided(lambda *arrays: triton_gradient(pattern, *arrays), 2, x, dy, *places)
+    return _divided(lambda *arrays: triton_gradient(pattern, tile, *arrays), 2, x, dy, *places)
 
 
 def triton_product(
     pattern: Pattern,
     transposed: bool,
+    tile: Tile,
     x: jax.Array,
     blocks: jax.Array,
     *lists: jax.Array,
     interpret: bool = False,
 ) -> jax.Array:
-    """Compute the product by a Triton kernel, from the arrays of `Pattern.lists`."""
+    """Compute the product on one device, from the arrays of `Pattern.lists`."""
     from jax.experimental import pallas as pl  # slow to import
     from jax.experimental.pallas import triton
 
     inner, outer = pattern.block[:: -1 if transposed else 1]
-    step = min(STEP, inner)
-    tile = min(TOKENS, max(16, pl.next_power_of_2(x.shape[0])))
-    padded = jnp.pad(x, ((0, -x.shape[0] % tile), (0, 0)))
-    parts, tiles = pattern.grid[0 if transposed else 1], padded.shape[0] // tile
+    step = min(tile.step, inner)
+    rows = min(tile.tokens, max(16, pl.next_power_of_2(x.shape[0])))
+    padded = jnp.pad(x, ((0, -x.shape[0] % rows), (0, 0)))
+    parts, tiles = pattern.grid[0 if transposed else 1], padded.shape[0] // rows
     group = math.gcd(tiles, GROUP)
 
     def kernel(start_ref, block_ref, source_ref, x_ref, blocks_ref, y_ref):
         groups, rest = _divmod(pl.program_id(0), group * parts)
         part, of_group = _divmod(rest, group)
-        token = (groups * group + of_group) * tile
+        token = (groups * group + of_group) * rows
         start, stop = start_ref[part], start_ref[part + 1]
         steps = inner // step
 
@@ -391,21 +405,21 @@ def triton_product(
             entry, of_block = _divmod(n, steps)
             block, source = block_ref[start + entry], source_ref[start + entry]
             first = of_block * step
-            inputs = x_ref[pl.ds(token, tile), pl.ds(source * inner + first, step)]
+            inputs = x_ref[pl.ds(token, rows), pl.ds(source * inner + first, step)]
             if transposed:
                 weights = blocks_ref[block, :, pl.ds(first, step)].T
             else:
                 weights = blocks_ref[block, pl.ds(first, step), :]
             return total + jnp.dot(inputs, weights, preferred_element_type=jnp.float32)
 
-        total = lax.fori_loop(0, (stop - start) * steps, add, jnp.zeros((tile, outer), jnp.float32))
-        y_ref[pl.ds(token, tile), pl.ds(part * outer, outer)] = total.astype(y_ref.dtype)
+        total = lax.fori_loop(0, (stop - start) * steps, add, jnp.zeros((rows, outer), jnp.float32))
+        y_ref[pl.ds(token, rows), pl.ds(part * outer, outer)] = total.astype(y_ref.dtype)
 
     call = pl.pallas_call(
         kernel,
         grid=(parts * tiles,),
         out_shape=type_varying_as(x, (padded.shape[0], parts * outer)),
-        compiler_params=triton.CompilerParams(num_warps=WARPS if tile > 64 else 4, num_stages=STAGES),
+        compiler_params=triton.CompilerParams(num_warps=tile.warps if rows > 64 else 4, num_stages=tile.stages),
         interpret=interpret,
         name="block_sparse_product",
     )
@@ -414,6 +428,7 @@ def triton_product(
 
 def triton_gradient(
     pattern: Pattern,
+    tile: Tile,
     x: jax.Array,
     dy: jax.Array,
     pairs: jax.Array,
@@ -421,7 +436,7 @@ def triton_gradient(
     columns: jax.Array,
     interpret: bool = False,
 ) -> jax.Array:
-    """Compute the gradient of the blocks by a Triton kernel.
+    """Compute the gradient of the blocks on one device.
 
     Args:
       pairs: `Pattern.pairs`. A program computes the two blocks of a pair, and loads their rows of x once.
@@ -431,7 +446,7 @@ def triton_gradient(
     from jax.experimental.pallas import triton
 
     a, b = pattern.block
-    step = GRADIENT_STEP
+    step = tile.step
     x, dy = (jnp.pad(array, ((0, -array.shape[0] % step), (0, 0))) for array in (x, dy))
 
     def kernel(pair_ref, row_ref, column_ref, x_ref, dy_ref, blocks_ref):
@@ -456,7 +471,7 @@ def triton_gradient(
         kernel,
         grid=(pairs.shape[0],),
         out_shape=type_varying_as(x, (pattern.count, a, b)),
-        compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),
+        compiler_params=triton.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
         name="block_sparse_gradient",
     )

@@ -7,13 +7,13 @@ The masks have blocks of 128 x 128. "random" keeps a quarter of them: equally ma
 first layer, and of inputs of the second. "butterfly" is the butterfly with the low-rank term of Pixelated Butterfly. On
 a GPU the layers are also measured with XLA's batched products instead of the Triton kernels. The backward computes the
 gradients of inputs and parameters, and includes the forward. All calls are timed in turn, in one process. The ideal
-speed-up is 1 over the fraction of kept blocks. The difference compares the output with that of dense layers with the
-same weights, relative to its Euclidean norm.
+speed-up is 1 over the fraction of kept blocks. The difference compares the output with that of dense layers in float32
+with the same weights, relative to its Euclidean norm.
 """
 
 import argparse
+import concurrent.futures
 import functools
-import itertools
 import pathlib
 import statistics
 import sys
@@ -35,7 +35,22 @@ from jax_flash.linen import BlockSparseDense
 BLOCK = 128
 FORWARD, BOTH = "forward", "forward + backward"
 DENSE, SPARSE, PRODUCTS = "dense", "sparse", "sparse, XLA's products"
-TILES = list(itertools.starmap(sparse_matrix.Tile, itertools.product((128, 256), (32, 64), (4, 8), (3, 4))))
+TILES = [  # tokens, step, warps, stages
+    sparse_matrix.Tile(*tile)
+    for tile in (
+        *(
+            (256, 64, 8, 2),
+            (256, 64, 8, 3),
+            (256, 64, 8, 4),
+            (256, 32, 8, 4),
+            (256, 32, 8, 6),
+            (256, 128, 8, 2),
+            (256, 64, 4, 3),
+        ),
+        *((128, 64, 4, 3), (128, 64, 4, 4), (128, 64, 4, 6), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 4, 3)),
+        *((128, 128, 8, 3), (128, 32, 4, 5), (64, 64, 4, 4)),
+    )
+]
 Masks = tuple[BlockMask, BlockMask]
 
 
@@ -88,14 +103,16 @@ def call_of(mlp: MLP, params: Any, x: jax.Array, pass_: str) -> tuple[measure.Ca
 
 
 def difference(mlp: MLP, params: Any, x: jax.Array) -> float:
-    """How much the sparse layers differ from dense ones with the same weights."""
+    """How much the sparse layers differ from dense ones in float32 with the same weights."""
     assert mlp.masks is not None
     layers = zip(("BlockSparseDense_0", "BlockSparseDense_1"), mlp.masks, strict=True)
     dense = {
         f"Dense_{i}": params["params"][name] | {"kernel": blocks_to_matrix(params["params"][name]["kernel"], mask)}
         for i, (name, mask) in enumerate(layers)
     }
-    expected = MLP(mlp.inputs, mlp.hidden, mlp.dtype).apply({"params": dense}, x)
+    wide = jax.tree.map(lambda array: array.astype(jnp.float32), ({"params": dense}, x))
+    with jax.default_matmul_precision("highest"):
+        expected = MLP(mlp.inputs, mlp.hidden, jnp.float32).apply(*wide)
     ours, theirs = (np.asarray(y, np.float64) for y in (mlp.apply(params, x), expected))
     return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
 
@@ -113,14 +130,20 @@ def tune(inputs: int, hidden: int, tokens: int, dtype: Any, console: Console) ->
         "gradient": (functools.partial(sparse_matrix.triton_gradient_of, pattern), (x, dy)),
     }
     flops = 2 * tokens * pattern.count * BLOCK**2
-    for name, (kernel, arrays) in kernels.items():
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # XLA compiles without Python's lock
+        lowered = {
+            (name, tile): jax.jit(functools.partial(kernel, tile=tile)).lower(*arrays)
+            for name, (kernel, arrays) in kernels.items()
+            for tile in TILES
+            if name != "gradient" or tile.tokens == TILES[0].tokens  # its tile has no tokens
+        }
+        compiling = {case: pool.submit(program.compile) for case, program in lowered.items()}
+    for name, (_, arrays) in kernels.items():
         table = Table("tokens", "step", "warps", "stages", "ms", "TFLOP/s", title=name)
         found = []
-        for tile in TILES:
-            if name == "gradient" and tile.tokens != TILES[0].tokens:
-                continue
-            call = functools.partial(jax.jit(functools.partial(kernel, tile=tile)), *arrays)
+        for tile in (tile for of, tile in compiling if of == name):
             try:
+                call = functools.partial(compiling[name, tile].result(), *arrays)
                 (times,) = measure.interleave_enqueued({name: call}, samples=3).values()
             except jax.errors.JaxRuntimeError as error:  # shared memory does not suffice
                 print(f"{name} {tile}: {str(error).splitlines()[0][:100]}")

@@ -30,8 +30,8 @@ from jax_flash.block_sparse import BlockMask, MaskOfFunction
 from jax_flash.explicit import placed
 from jax_flash.varying import type_varying_as, varying_alike
 
-GROUP = 8  # token tiles that take turns at a column, so that its blocks stay in L2
-INNER = 512  # inner dim of one of XLA's products: larger is faster, but gathers more at a time
+GROUP, GROUP_BYTES = 8, 2**25  # token tiles whose inputs stay in L2 while programs walk all columns
+TOGETHER = 4  # blocks in one of XLA's products: more are faster, but gather more at a time
 
 
 class Tile(NamedTuple):
@@ -318,41 +318,54 @@ def _plain_product(pattern: Pattern, transposed: bool, x: jax.Array, blocks: jax
     inner, outer = pattern.block[:: -1 if transposed else 1]
     count = np.diff(start)
     inputs = x.reshape(x.shape[0], -1, inner)
-    at_a_time = max(INNER // inner, 1)
-    sums = []
+
+    def add(total: jax.Array, entries: tuple[jax.Array, jax.Array]) -> jax.Array:
+        block, source = entries
+        equation = "tpnj,pnkj->ptk" if transposed else "tpnj,pnjk->ptk"
+        return total + jnp.einsum(equation, inputs[:, source], blocks[block], preferred_element_type=total.dtype)
+
+    totals = []
     for length in np.unique(count):
         parts = np.flatnonzero(count == length)
-        total = jnp.zeros((len(parts), x.shape[0], outer), _accumulation_dtype(x))
-        for first in range(0, length, at_a_time):
-            entries = start[parts][:, None] + np.arange(first, min(first + at_a_time, length))
-            weights = blocks[block[entries]]
-            total += jnp.einsum(
-                "tpnj,pnkj->ptk" if transposed else "tpnj,pnjk->ptk",
-                inputs[:, source[entries]],
-                weights,
-                preferred_element_type=total.dtype,
-            )
-        sums.append(total.astype(x.dtype))
+        entries = start[parts][:, None] + np.arange(length)
+        zeros = jnp.zeros((len(parts), x.shape[0], outer), _accumulation_dtype(x))
+        lists = block[entries].T, source[entries].T
+        total = _in_chunks(lambda total, lists: add(total, tuple(x.T for x in lists)), zeros, lists, TOGETHER, x)
+        totals.append(total.astype(x.dtype))
     order = np.argsort(np.argsort(count, kind="stable"))
-    return jnp.concatenate(sums)[order].swapaxes(0, 1).reshape(x.shape[0], -1)
+    return jnp.concatenate(totals)[order].swapaxes(0, 1).reshape(x.shape[0], -1)
 
 
 def _plain_gradient(pattern: Pattern, x: jax.Array, dy: jax.Array) -> jax.Array:
     """Compute the gradient of the blocks by XLA's batched products, for as many blocks at a time as a side has."""
     a, b = pattern.block
     inputs, cotangents = x.reshape(x.shape[0], -1, a), dy.reshape(x.shape[0], -1, b)
-    row, column = pattern.rows_and_columns
-    chunks = np.array_split(np.arange(len(row)), math.ceil(len(row) / max(pattern.grid)))
-    gradients = [
-        jnp.einsum(
-            "tki,tkj->kij",
-            inputs[:, row[some]],
-            cotangents[:, column[some]],
-            preferred_element_type=_accumulation_dtype(x),
-        ).astype(x.dtype)
-        for some in chunks
-    ]
-    return jnp.concatenate(gradients)
+    dtype = _accumulation_dtype(x)
+
+    def add(total: jax.Array, entries: tuple[jax.Array, ...]) -> jax.Array:
+        number, row, column = entries
+        sides = inputs[:, row], cotangents[:, column]
+        return total.at[number].set(jnp.einsum("tki,tkj->kij", *sides, preferred_element_type=dtype).astype(x.dtype))
+
+    places = np.arange(pattern.count, dtype=np.int32), *pattern.rows_and_columns
+    zeros = jnp.zeros((pattern.count, a, b), x.dtype)
+    return _in_chunks(add, zeros, places, max(pattern.grid), x)
+
+
+def _in_chunks(
+    add: Callable[..., jax.Array], total: jax.Array, lists: tuple[np.ndarray, ...], size: int, like: jax.Array
+) -> jax.Array:
+    """Return `add(total, lists)`, computed for some entries of the lists after others, because gathers take memory.
+
+    XLA may gather for all products of a program at a time, but a loop has one.
+    """
+    whole = len(lists[0]) // size * size
+    chunks = tuple(jnp.asarray(x[:whole]).reshape(-1, size, *x.shape[1:]) for x in lists)
+    total = varying_alike(total, like)
+    if whole:
+        total, _ = lax.scan(lambda total, chunk: (add(total, chunk), None), total, chunks)
+    rest = tuple(jnp.asarray(x[whole:]) for x in lists)
+    return add(total, rest) if len(rest[0]) else total
 
 
 # --- Triton -----------------------------------------------------------------------------------------------------------
@@ -392,27 +405,33 @@ def triton_product(
     rows = min(tile.tokens, max(16, pl.next_power_of_2(x.shape[0])))
     padded = jnp.pad(x, ((0, -x.shape[0] % rows), (0, 0)))
     parts, tiles = pattern.grid[0 if transposed else 1], padded.shape[0] // rows
-    group = math.gcd(tiles, GROUP)
+    group = math.gcd(tiles, max(1, min(GROUP, GROUP_BYTES // (rows * x.shape[1] * x.itemsize))))
+    steps = inner // step
+    start, block, source = lists
+    block, source = (jnp.pad(x, (0, 1)) for x in (block, source))  # a step loads the next block's place
 
     def kernel(start_ref, block_ref, source_ref, x_ref, blocks_ref, y_ref):
         groups, rest = _divmod(pl.program_id(0), group * parts)
         part, of_group = _divmod(rest, group)
         token = (groups * group + of_group) * rows
         start, stop = start_ref[part], start_ref[part + 1]
-        steps = inner // step
 
-        def add(n: jax.Array, total: jax.Array) -> jax.Array:
+        def place(n: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             entry, of_block = _divmod(n, steps)
-            block, source = block_ref[start + entry], source_ref[start + entry]
-            first = of_block * step
+            return block_ref[start + entry], source_ref[start + entry], of_block * step
+
+        # The place is loaded a step ahead: Triton would keep fewer tiles in flight if they depended on a load.
+        def add(n: jax.Array, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+            (block, source, first), total = carry
             inputs = x_ref[pl.ds(token, rows), pl.ds(source * inner + first, step)]
             if transposed:
                 weights = blocks_ref[block, :, pl.ds(first, step)].T
             else:
                 weights = blocks_ref[block, pl.ds(first, step), :]
-            return total + jnp.dot(inputs, weights, preferred_element_type=jnp.float32)
+            return place(n + 1), total + jnp.dot(inputs, weights, preferred_element_type=jnp.float32)
 
-        total = lax.fori_loop(0, (stop - start) * steps, add, jnp.zeros((rows, outer), jnp.float32))
+        zeros = jnp.zeros((rows, outer), jnp.float32)
+        _, total = lax.fori_loop(0, (stop - start) * steps, add, (place(jnp.int32(0)), zeros))
         y_ref[pl.ds(token, rows), pl.ds(part * outer, outer)] = total.astype(y_ref.dtype)
 
     call = pl.pallas_call(
@@ -423,7 +442,7 @@ def triton_product(
         interpret=interpret,
         name="block_sparse_product",
     )
-    return call(*lists, padded, blocks)[: x.shape[0]]
+    return call(start, block, source, padded, blocks)[: x.shape[0]]
 
 
 def triton_gradient(

@@ -1,12 +1,12 @@
-"""Sums of a Gaussian kernel: `jax_flash.kernel_sum` beside KeOps and XLA, which stores the kernel matrix.
+"""Sums of a Gaussian kernel: `jax_flash.kernel_sum` compared with KeOps and XLA, which stores the kernel matrix.
 
     python benchmarks/kernel_sums.py                       # on a GPU a few minutes, most of them compiling
     python benchmarks/kernel_sums.py --points 10000 --dims 64 --gradients 64
 
 N points x and N points y of a normal distribution in D dimensions, with length scale √D, and one weight for each y. All
-arrays are float32. The gradient is that of x, y and the weights, with the sum itself. KeOps (`pip install pykeops`, and
-PyTorch on a GPU) is left out if it is not installed. XLA is left out if its matrix does not fit. Speeds are ratios of
-medians, timed in turn in one process. The error is the largest of 64 sums against float64, divided by the largest sum.
+arrays are float32. The gradient pass computes the sum and the gradients of x, y and the weights. KeOps (`pip install
+pykeops`, and PyTorch on a GPU) is left out if it is not installed. XLA is left out if its matrix does not fit. All are
+timed in turn in one process. The error is the largest of 64 sums against float64, divided by the largest sum.
 """
 
 import argparse

@@ -1,14 +1,14 @@
-"""Two layers with a GELU between them: `BlockSparseDense` beside `flax.linen.Dense`, forward and backward.
+"""Two layers with a GELU between them: `BlockSparseDense` compared with `flax.linen.Dense`, forward and backward.
 
     python benchmarks/sparse_mlp.py              # on a GPU a minute: 4096 -> 16384 -> 4096, 16384 tokens, bfloat16
-    python benchmarks/sparse_mlp.py --tune       # on a GPU: times of the Triton kernels with other tiles
+    python benchmarks/sparse_mlp.py --tune       # on a GPU: first find the fastest tiles of the Triton kernels
 
 The masks have blocks of 128 x 128. "random" keeps a quarter of them: equally many for each block of outputs of the
 first layer, and of inputs of the second. "butterfly" is the butterfly with the low-rank term of Pixelated Butterfly. On
 a GPU the layers are also measured with XLA's batched products instead of the Triton kernels. The backward computes the
 gradients of inputs and parameters, and includes the forward. All calls are timed in turn, in one process. The ideal
-speed-up is 1 over the fraction of kept blocks. The difference compares the output with that of dense layers in float32
-with the same weights, relative to its Euclidean norm.
+speed-up is 1 over the fraction of kept blocks. The difference compares the outputs with dense layers in float32 that
+have the same weights. It is relative, in the Euclidean norm.
 """
 
 import argparse
@@ -117,8 +117,10 @@ def difference(mlp: MLP, params: Any, x: jax.Array) -> float:
     return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
 
 
-def tune(inputs: int, hidden: int, tokens: int, dtype: Any, console: Console) -> None:
-    """Prints milliseconds of the three kernels of the random mask by tile, the fastest first."""
+def tune(
+    inputs: int, hidden: int, tokens: int, dtype: Any, console: Console
+) -> tuple[sparse_matrix.Tile, sparse_matrix.Tile]:
+    """Print milliseconds of the kernels of the random mask by tile. Return the fastest for products and gradients."""
     mask = random_quarter(inputs, hidden)
     pattern = sparse_matrix.Pattern.of(mask)
     keys = jax.random.split(jax.random.key(0), 3)
@@ -138,6 +140,7 @@ def tune(inputs: int, hidden: int, tokens: int, dtype: Any, console: Console) ->
             if name != "gradient" or tile.tokens == TILES[0].tokens  # its tile has no tokens
         }
         compiling = {case: pool.submit(program.compile) for case, program in lowered.items()}
+    products: dict[sparse_matrix.Tile, list[float]] = {}
     for name, (_, arrays) in kernels.items():
         table = Table("tokens", "step", "warps", "stages", "ms", "TFLOP/s", title=name)
         found = []
@@ -149,9 +152,12 @@ def tune(inputs: int, hidden: int, tokens: int, dtype: Any, console: Console) ->
                 print(f"{name} {tile}: {str(error).splitlines()[0][:100]}")
                 continue
             found.append((statistics.median(times), tile))
+            products.setdefault(tile, []).append(found[-1][0])
         for seconds, tile in sorted(found):
             table.add_row(*map(str, tile), f"{1e3 * seconds:.3f}", f"{flops / seconds / 1e12:.0f}")
         console.print(table)
+    both = {tile: sum(times[:2]) for tile, times in products.items() if len(times) > 1}
+    return min(both, key=both.__getitem__), min(found)[1]
 
 
 def main() -> None:
@@ -161,7 +167,9 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=16384 if gpu else 4096)
     parser.add_argument("--tokens", type=int, default=16384 if gpu else 2048)
     parser.add_argument("--patterns", nargs="+", choices=list(PATTERNS), default=list(PATTERNS))
-    parser.add_argument("--tune", action="store_true", help="time the Triton kernels with other tiles, and end")
+    parser.add_argument(
+        "--tune", action="store_true", help="first time the Triton kernels with other tiles, and take the fastest"
+    )
     parser.add_argument("--seconds", type=float, default=8.0, help="on a CPU, spent on a row of the table")
     name = "sparse_mlp_gpu.json" if gpu else "sparse_mlp_cpu.json"
     parser.add_argument("--json", type=pathlib.Path, default=measure.RESULTS / name)
@@ -170,8 +178,10 @@ def main() -> None:
     dtype = jnp.bfloat16 if gpu else jnp.float32
     console = Console(width=None if sys.stdout.isatty() else 160)
     if args.tune:
-        tune(args.inputs, args.hidden, args.tokens, dtype, console)
-        return
+        product, gradient = tune(args.inputs, args.hidden, args.tokens, dtype, console)
+        print(f"PRODUCT_TILE, GRADIENT_TILE = {product}, {gradient}")
+        sparse_matrix.triton_product_of = functools.partial(sparse_matrix.triton_product_of, tile=product)
+        sparse_matrix.triton_gradient_of = functools.partial(sparse_matrix.triton_gradient_of, tile=gradient)
     interleave = measure.interleave_enqueued if gpu else functools.partial(measure.interleave, seconds=args.seconds)
     x = jax.random.normal(jax.random.key(1), (args.tokens, args.inputs), dtype)
     make = functools.partial(MLP, args.inputs, args.hidden, dtype)

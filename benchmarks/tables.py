@@ -58,6 +58,7 @@ NAMES = {
     "triton": "Triton",
     "dew-flash-attn-cu13": "dew-flash-attn",
     "flash-attn-4": "FlashAttention-4",
+    "pykeops": "KeOps",
 }
 
 RIVALS = {"cudnn": "cuDNN", "fa3": "FA3", "fa4": "FA4"}
@@ -544,6 +545,43 @@ def programs(all_programs: Results, masks: Results) -> str:
     blocks = statistics.median(results["classification_seconds"])
     parts.append(f"Classifying the blocks of a document mask at T = S = 65536 takes {1e3 * blocks:.1f} ms.")
     return "\n\n".join(parts)
+
+
+# --- kernel sums and sparse MLPs --------------------------------------------------------------------------------------
+
+
+@shows("kernel_sums_gpu")
+def kernel_sums(results: Results) -> str:
+    ours, tf32, keops, xla = "jax_flash", "jax_flash, TF32", "KeOps", "XLA"
+
+    def line(row: Row) -> list[str]:
+        seconds, errors = row["seconds"], row["error"]
+        times = (
+            f"{1e3 * statistics.median(seconds[way]):.3g}" if way in seconds else "–"
+            for way in (ours, tf32, keops, xla)
+        )
+        faster = (" / ".join(number(paired(row, way, our), 1) for our in (ours, tf32)) for way in (keops, xla))
+        rounding = (f"{errors[way]:.0e}" if way in errors else "–" for way in (ours, tf32, keops))
+        name = f"{row['pass']}, N = {row['N']}, D = {row['D']}"
+        return [name, *times, *faster, " / ".join(rounding)]
+
+    head = ["", "float32, ms", "TF32, ms", "KeOps, ms", "XLA, ms"]
+    head += [f"speed-up over {way}: float32 / TF32" for way in (keops, xla)]
+    return table([*head, "error: float32 / TF32 / KeOps"], map(line, results["rows"]))
+
+
+@shows("sparse_mlp_gpu")
+def sparse_mlp(results: Results) -> str:
+    names = {"random": "random blocks", "butterfly": "butterfly and low rank"}
+
+    def line(row: Row) -> list[str]:
+        times = [f"{1e3 * statistics.median(row['seconds'][way]):.2f}" for way in ("dense", "sparse")]
+        faster = [number(paired(row, "dense", way)) for way in ("sparse", "sparse, XLA's products")]
+        mib = [f"{row['mib'][way]:.0f}" for way in ("dense", "sparse")]
+        return [f"{names[row['mask']]}, {row['kept']:.0%}, {row['pass']}", *times, *faster, " / ".join(mib)]
+
+    head = ["mask, blocks kept", "dense, ms", "sparse, ms", "speed-up", "with XLA's products", "MiB: dense / sparse"]
+    return table(head, map(line, results["rows"]))
 
 
 # --- several devices --------------------------------------------------------------------------------------------------

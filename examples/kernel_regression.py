@@ -35,7 +35,7 @@ def function(x: np.ndarray) -> np.ndarray:
 
 
 def solve(parameters: Parameters, x: jax.Array, values: jax.Array, iterations: int) -> jax.Array:
-    """Return the weights [N, 1] of the points, such that (K + noise) weights = values."""
+    """Return the weights [N, 1] of the points: the solution of (K + noise) weights = values."""
     kernel = kernels.matern32(jnp.exp(parameters["log_scales"]))
     noise = jnp.exp(parameters["log_noise"])
     weights, _ = cg(lambda w: kernel_sum(x, x, w, kernel) + noise * w, values, tol=1e-3, maxiter=iterations)

@@ -55,7 +55,7 @@ def kernel_sum(
         0. The kernel must not overflow: log_kernel must be below 88 in float32.
       precision: precision of float32 products on a GPU, as in `dot_product_attention`. The default is full float32.
         "default" is TF32, which is faster. Points are then rounded to TF32 (11 significant bits) first, so distances
-        are those of the rounded points, and equal points stay equal.
+        are distances of the rounded points, and equal points stay equal.
       implementation: as in `dot_product_attention`.
 
     Returns:
@@ -125,7 +125,7 @@ def _rounded(x: jax.Array) -> jax.Array:
 
 
 def _with_norms(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return points whose dot product is -|x - y|² / 2.
+    """Return the points with columns for norms: their dot product is -|x - y|² / 2.
 
     A norm has two columns. The first has 11 significant bits, which TF32 keeps, and the second has the rest.
     """

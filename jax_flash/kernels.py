@@ -49,7 +49,7 @@ def gaussian(length_scale: ArrayLike) -> DistanceKernel:
 
 
 def laplace(length_scale: ArrayLike) -> DistanceKernel:
-    """Laplace kernel exp(-d), also known as exponential or Matérn 1/2. Errors are those of `gaussian`.
+    """Laplace kernel exp(-d), also known as exponential or Matérn 1/2. It raises the errors of `gaussian`.
 
     It is not smooth at d = 0. Points that are so close that rounding errors dominate d² count as equal: then the kernel
     is 1, and its gradient 0.
@@ -58,17 +58,17 @@ def laplace(length_scale: ArrayLike) -> DistanceKernel:
 
 
 def matern32(length_scale: ArrayLike) -> DistanceKernel:
-    """Matérn kernel of smoothness 3/2, (1 + √3 d) exp(-√3 d). Errors are those of `gaussian`."""
+    """Matérn kernel of smoothness 3/2, (1 + √3 d) exp(-√3 d). It raises the errors of `gaussian`."""
     return DistanceKernel(_matern32, _length_scale(length_scale))
 
 
 def matern52(length_scale: ArrayLike) -> DistanceKernel:
-    """Matérn kernel of smoothness 5/2, (1 + √5 d + 5d²/3) exp(-√5 d). Errors are those of `gaussian`."""
+    """Matérn kernel of smoothness 5/2, (1 + √5 d + 5d²/3) exp(-√5 d). It raises the errors of `gaussian`."""
     return DistanceKernel(_matern52, _length_scale(length_scale))
 
 
 def rational_quadratic(length_scale: ArrayLike, alpha: ArrayLike) -> DistanceKernel:
-    """Rational quadratic kernel (1 + d² / 2α)^-α. Errors are those of `gaussian`, and alpha must be a scalar."""
+    """Rational quadratic kernel (1 + d² / 2α)^-α. It raises the errors of `gaussian`. alpha is a scalar."""
     return DistanceKernel(_rational_quadratic, _length_scale(length_scale), (_positive("alpha", alpha, 0),))
 
 

@@ -1,6 +1,6 @@
-"""Products with a matrix of which only some blocks are stored: the weights of `BlockSparseDense`.
+"""Products with a matrix that stores only some of its blocks: the weights of `BlockSparseDense`.
 
-A block mask says which blocks of the matrix [I, O] are stored. Its rows are inputs, and its columns outputs. The blocks
+A block mask selects the stored blocks of the matrix [I, O]. Its rows are inputs, and its columns outputs. The blocks
 [K, A, B] are in the order of rows, and in a row in the order of columns. The time and memory of a product, and of its
 gradients, are proportional to the number of stored blocks.
 
@@ -35,7 +35,7 @@ TOGETHER = 4  # blocks in one of XLA's products: more are faster, but gather mor
 
 
 class Tile(NamedTuple):
-    """What a program of a Triton kernel computes at a time."""
+    """The tile of a program of a Triton kernel."""
 
     tokens: int  # rows of its output, in a product
     step: int  # the inner dim of one step: features in a product, tokens in a gradient
@@ -43,7 +43,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-TILE = Tile(256, 64, 8, 3)
+PRODUCT_TILE, GRADIENT_TILE = Tile(256, 64, 8, 3), Tile(256, 64, 8, 3)
 
 
 class Lists(NamedTuple):
@@ -131,7 +131,7 @@ class Pattern:
 
 
 def block_sparse_matmul(x: ArrayLike, blocks: ArrayLike, mask: BlockMask) -> jax.Array:
-    """Multiply by a matrix of which only some blocks are stored.
+    """Multiply by a matrix that stores only some of its blocks.
 
     Time and memory are proportional to the number of stored blocks, forward and backward. The fast kernels of a GPU
     support bfloat16 and float16, and blocks whose sides are 16, 32, 64 or 128. Sums are float32 (float64 for float64).
@@ -175,7 +175,7 @@ def matrix_to_blocks(matrix: ArrayLike, mask: BlockMask) -> jax.Array:
 
     Raises:
       TypeError: if matrix is not an array of floats.
-      ValueError: if its shape is not that of the mask. Errors of the mask are those of `block_sparse_matmul`.
+      ValueError: if its shape differs from the shape of the mask, or `block_sparse_matmul` refuses the mask.
     """
     pattern = Pattern.of(mask)
     given = checks.shaped("matrix", checks.floats("matrix", matrix), pattern.shape)
@@ -305,7 +305,7 @@ def _one_gradient(pattern: Pattern, x: jax.Array, dy: jax.Array) -> jax.Array:
 def _has_kernel(pattern: Pattern, x: jax.Array) -> bool:
     """Return whether the Triton kernels support a product. Their offsets have 32 bits."""
     sides = all(side in (16, 32, 64, 128) for side in pattern.block)
-    return sides and x.dtype.itemsize == 2 and (x.shape[0] + TILE.tokens) * max(pattern.shape) < 2**31
+    return sides and x.dtype.itemsize == 2 and (x.shape[0] + PRODUCT_TILE.tokens) * max(pattern.shape) < 2**31
 
 
 def _accumulation_dtype(x: jax.Array) -> Any:
@@ -372,14 +372,14 @@ def _in_chunks(
 
 
 def triton_product_of(
-    pattern: Pattern, transposed: bool, x: jax.Array, blocks: jax.Array, tile: Tile = TILE
+    pattern: Pattern, transposed: bool, x: jax.Array, blocks: jax.Array, tile: Tile = PRODUCT_TILE
 ) -> jax.Array:
     """Compute the product by a Triton kernel. Each device computes its own tokens."""
     lists = map(jnp.asarray, pattern.lists(transposed))
     return _divided(lambda *arrays: triton_product(pattern, transposed, tile, *arrays), 1, x, blocks, *lists)
 
 
-def triton_gradient_of(pattern: Pattern, x: jax.Array, dy: jax.Array, tile: Tile = TILE) -> jax.Array:
+def triton_gradient_of(pattern: Pattern, x: jax.Array, dy: jax.Array, tile: Tile = GRADIENT_TILE) -> jax.Array:
     """Compute the gradient of the blocks by a Triton kernel. Each device sums over its own tokens."""
     pairs = pattern.pairs()
     row, column = pattern.rows_and_columns
@@ -498,7 +498,7 @@ def triton_gradient(
 
 
 def _divmod(n: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:
-    """Return the quotient and the remainder of n >= 0. Those of Python handle signs, which Triton cannot lower."""
+    """Return the quotient and the remainder of n >= 0. Triton cannot lower // and %, which handle signs."""
     of = jnp.asarray(divisor, n.dtype)
     return lax.div(n, of), lax.rem(n, of)
 
@@ -507,8 +507,8 @@ def _divided(compute: Callable[..., jax.Array], with_tokens: int, *arrays: jax.A
     """Return `compute(*arrays)`, computed by each device for its own tokens.
 
     Args:
-      with_tokens: the number of leading arrays whose first dim is tokens. The result of one such array has tokens as
-        well. The result of two is a sum over tokens. Each device needs the other arrays in full.
+      with_tokens: the number of leading arrays with tokens as their first dim. If it is 1, the result has tokens as
+        well. If it is 2, the result is a sum over tokens. Each device needs the other arrays in full.
     """
     if jax.sharding.get_abstract_mesh().manual_axes:  # inside of shard_map the arrays are this device's
         return compute(*arrays)

@@ -1,6 +1,7 @@
 """The demo at a tiny size, and the other examples: they succeed and write the documented files."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,14 @@ def test_serving_by_continuous_batching(tmp_path):
     """There are so few pages that a free slot has to wait for them."""
     sizes = ["--requests", 5, "--slots", 3, "--longest", 48, "--pages", 6, "--width", 32, "--layers", 1]
     assert "Tokens equal to those of the sequence alone: 100.0%" in run_and_check_picture(tmp_path, "serve.py", *sizes)
+
+
+def test_kernel_regression(tmp_path):
+    """It learns that the third coordinate has no influence, and removes most of the noise."""
+    said = drawn(tmp_path, "kernel_regression.py", "--points", 400, "--sample", 200, "--steps", 15)
+    scales = re.findall(r"length scales \[(.*?)\]", said)[-1].split()
+    assert float(scales[0]) < 0.6 < float(scales[2])
+    assert float(said.split("Error of the prediction: ")[1].split()[0]) < 0.2
 
 
 def test_pictures_of_block_masks(tmp_path):

@@ -118,6 +118,20 @@ def test_equal_points_have_kernel_one(name):
     np.testing.assert_allclose(np.diag(matrix), 1, rtol=0, atol=2e-7 if name == "laplace" else 1e-5)
 
 
+@pytest.mark.gpu
+def test_tf32():
+    """Points are rounded first, so equal points stay equal. Other platforms multiply in full precision."""
+    x, y, weights = arrays("identical")
+    with jax.default_device(jax.devices("gpu")[0]):
+        for name in ORACLES:
+            ours = kernel_sum(x, y, weights, kernel(name), precision="default")
+            with jax.enable_x64(True):
+                theirs = expected(name, *(array.astype(np.float64) for array in (x, y, weights)))
+            assert_close(ours, theirs, 5e-3)
+            matrix = kernel_sum(x, x, np.eye(M, dtype=np.float32), kernel(name), precision="default")
+            np.testing.assert_allclose(np.diag(matrix), 1, rtol=0, atol=1e-4)
+
+
 def test_length_scale_of_each_dimension():
     x, y, weights = (jnp.asarray(array) for array in arrays())
     scales = jnp.linspace(0.5, 2, D)

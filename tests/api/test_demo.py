@@ -78,10 +78,10 @@ def test_serving_by_continuous_batching(tmp_path):
 
 def test_kernel_regression(tmp_path):
     """It learns that the third coordinate has no influence, and removes most of the noise."""
-    said = drawn(tmp_path, "kernel_regression.py", "--points", 400, "--sample", 200, "--steps", 15)
-    scales = re.findall(r"length scales \[(.*?)\]", said)[-1].split()
+    output = run_and_check_picture(tmp_path, "kernel_regression.py", "--points", 400, "--sample", 200, "--steps", 15)
+    scales = re.findall(r"length scales \[(.*?)\]", output)[-1].split()
     assert float(scales[0]) < 0.6 < float(scales[2])
-    assert float(said.split("Error of the prediction: ")[1].split()[0]) < 0.2
+    assert float(output.split("Error of the prediction: ")[1].split()[0]) < 0.2
 
 
 def test_pictures_of_block_masks(tmp_path):

@@ -80,7 +80,7 @@ def compiled(name: str, lowered: jax.stages.Lowered, arrays: Arrays) -> Callable
 def take_turns(samplers: dict[str, Callable[[int], float | None]]) -> dict[str, list[float]]:
     """Seconds per call, from samples of each in turn. A call whose process ends is left out."""
     first = {name: [sampler(1), sampler(1)] for name, sampler in samplers.items()}
-    repeats = {name: measure.calls_of_a_sample(two[1]) for name, two in first.items() if two[1] is not None}
+    repeats = {name: measure.calls_per_sample(two[1]) for name, two in first.items() if two[1] is not None}
     seconds: dict[str, list[float]] = {name: [] for name in repeats}
     for _ in range(SAMPLES):
         for name, calls in repeats.items():

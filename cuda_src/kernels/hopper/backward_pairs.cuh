@@ -191,7 +191,7 @@ struct ConsumerOfDS : Epilogue {
   __device__ __forceinline__ void SendDS() {
     // Waits until the other CTA has used the previous dS. By then the copy from this CTA is complete, too.
     MbarrierWait(&shared.ds_empty[ds_at.index], ds_at.parity ^ 1);
-    uint8_t (*const ds)[kDSBytes] = shared.ds + 2 * ds_at.index;
+    auto* const ds = shared.ds + 2 * ds_at.index;  // TF32 kernels, which compile this too, have a smaller array
     const int late_lane = LateLane();
 #pragma unroll
     for (int c = 0; c < kRows / 16; ++c)

@@ -81,12 +81,13 @@ struct Epilogue : Probabilities {
     Release(&shared.dq_full[of.index]);
   }
 
-  // Adds kWidth columns of this warp's rows of C to sums in HBM, through shared memory.
+  // Adds kWidth columns of this warp's rows of C, or the first `columns` of them, to sums in HBM, through shared
+  // memory.
   template <int kFirst, int kWidth, int kCount>
-  __device__ __forceinline__ void AddColumns(float* to, const float (&C)[kCount], float* staged) {
+  __device__ __forceinline__ void AddColumns(float* to, const float (&C)[kCount], float* staged, int columns = kWidth) {
     SyncWarp();
     Stage<kFirst, kWidth>(C, staged);
-    BulkReduceAdd(lane == 0, to, staged, 16 * kWidth * 4);
+    BulkReduceAdd(lane == 0 && columns > 0, to, staged, 16 * min(columns, kWidth) * 4);
     TmaCommit();
   }
 

@@ -108,8 +108,8 @@ struct ConsumerOfDS : Epilogue {
     if (Uniform(tile.steps) > 0) {
       if (kDS) BarrierArrive(kPRead, 2 * kWarpgroup);  // the other warpgroup may write P
       if constexpr (Tuning::kDelayedDQ) {
-        if (ComputeStepBehind<true>(tile)) {
-          while (ComputeStepBehind<false>(tile)) continue;
+        if (ComputeStepWithDelayedDQ<true>(tile)) {
+          while (ComputeStepWithDelayedDQ<false>(tile)) continue;
         }
         ComputeLastDQ();
       } else {
@@ -152,7 +152,7 @@ struct ConsumerOfDS : Epilogue {
   // The same, but dQ is one step behind, so no product waits for the other CTA, and the tensor cores have work while
   // this warpgroup computes dS. kFirst: the first step of a kv tile, which has no dQ yet.
   template <bool kFirst>
-  __device__ __forceinline__ bool ComputeStepBehind(const KVTile& tile) {
+  __device__ __forceinline__ bool ComputeStepWithDelayedDQ(const KVTile& tile) {
     WaitForQ();
     MbarrierWait(&shared.do_full[at.index], at.parity);
     IssueKeysTimesRows<kVDim>(dP, SharedV{shared.v}, SharedDO{shared.d_o[at.index]}, false);  // 17
@@ -228,13 +228,20 @@ struct ConsumerOfDS : Epilogue {
     PeerArrive(&shared.ds_empty[ds_at.Before().index], ArrivesForWarp(lane));
   }
 
+  // Adds dQ to the sums in HBM. Through shared memory this warpgroup does not wait for the L2; wider heads have no
+  // room.
   __device__ __forceinline__ void AddDQ(int row_block) {
-    const int column = ClusterRank() * kHalfColumns;
+    const int column = ClusterRank() * kHalfColumns, columns = kQKDim - column;
     float* to = p.dq_sum + int64_t(row_block * 4 + warp) * 16 * kQKDim + 16 * column;
+    if constexpr (Tuning::kDelayedDQ) {
+      TmaWaitRead<0>();
+      AddColumns<0, kHalfColumns>(to, dQ, shared.dq + warp * 16 * kHalfColumns, columns);
+    } else {
 #pragma unroll
-    for (int r = 0; r < kHalfColumns / 8; ++r) {
-      if (kQKDim == 2 * kHalfColumns || column + 8 * r < kQKDim)
-        AddToGlobal(to + r * 128, {dQ[4 * r], dQ[4 * r + 1], dQ[4 * r + 2], dQ[4 * r + 3]});
+      for (int r = 0; r < kHalfColumns / 8; ++r) {
+        if (kQKDim == 2 * kHalfColumns || 8 * r < columns)
+          AddToGlobal(to + r * 128, {dQ[4 * r], dQ[4 * r + 1], dQ[4 * r + 2], dQ[4 * r + 3]});
+      }
     }
   }
 };

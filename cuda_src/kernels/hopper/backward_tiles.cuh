@@ -90,6 +90,8 @@ struct Shared {
   // then P on its way from one warpgroup to the other.
   alignas(1024) uint8_t
       staging[(kStagingBytes > SharedK::kBytes || kPairs ? kStagingBytes : SharedK::kBytes) * (kOrdered ? 2 : 1)];
+  // With kPairs, if dQ is one step behind: dQ in f32 before it is added to HBM.
+  alignas(16) float dq[kPairs && Tuning::kDelayedDQ ? 64 * kHalfColumns : 1];
   alignas(kBiasTiles ? 1024 : 1) uint8_t bias[kBiasTiles ? kStages : 1][kBiasTiles ? kBiasTile : 1];  // comes with q
   alignas(16) float minus_l[kStages][kSeparateMaximum ? 2 : 1][kRows];  // -L / scale, or -log l and m separately
   alignas(16) float d[kStages][kRows];

@@ -28,7 +28,7 @@ from jax_flash.programs.arrays import aval
 from jax_flash.programs.structure import Structure, without_constants
 
 BLOCK = 128  # rows and columns of a block by default
-NOTHING, EVERYTHING, ELEMENTS = 0, 1, 2  # kinds in `BlockMask.blocks`; ELEMENTS + p has element mask number p
+EMPTY, FULL, PARTIAL = 0, 1, 2  # kinds in `BlockMask.blocks`; PARTIAL + p has element mask number p
 WORD = 32  # entries in a word of an element mask
 
 MaskFunction = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -126,8 +126,8 @@ class BlockMask:
                 f"element_masks must be uint32 [B|1, P, {tile[0]}, {tile[1]}], "
                 f"not {element_masks.dtype} {element_masks.shape} with blocks {blocks.shape}"
             )
-        kinds = ELEMENTS + (0 if element_masks is None else element_masks.shape[1])
-        blocks = xp.where((blocks >= 0) & (blocks < kinds), blocks, NOTHING).astype(np.int32, copy=False)
+        kinds = PARTIAL + (0 if element_masks is None else element_masks.shape[1])
+        blocks = xp.where((blocks >= 0) & (blocks < kinds), blocks, EMPTY).astype(np.int32, copy=False)
         if xp is np:
             blocks, element_masks = _compact(shape, blocks, element_masks)
         lists = {"row_lists": block_lists(blocks), "column_lists": block_lists(blocks.swapaxes(2, 3))}
@@ -208,7 +208,7 @@ class BlockMask:
             entries = xp.pad(entries, padding, mode="edge")
         tiles = entries.reshape(B, N, U, q_block, V, kv_block).swapaxes(3, 4)
         masks = _pack(tiles).reshape(B, N * U * V, q_block, _words(kv_block))
-        numbers = np.arange(ELEMENTS, ELEMENTS + N * U * V, dtype=np.int32).reshape(1, N, U, V)
+        numbers = np.arange(PARTIAL, PARTIAL + N * U * V, dtype=np.int32).reshape(1, N, U, V)
         return cls(shape, numbers, masks)
 
     @classmethod
@@ -256,7 +256,7 @@ class BlockMask:
         with jax.ensure_compile_time_eval():
             for b, h, u in np.ndindex(batch, heads, U):
                 blocks[b, h, u], tiles = row_of_blocks(function.consts, *map(np.int32, (b, h, u)))
-                for v in np.flatnonzero(blocks[b, h, u] == ELEMENTS):
+                for v in np.flatnonzero(blocks[b, h, u] == PARTIAL):
                     blocks[b, h, u, v] = table.number(_pack(np.asarray(tiles[v])))
         return cls(shape, blocks, table.masks())
 
@@ -309,7 +309,7 @@ class BlockMask:
     def kept(self) -> float:
         """The fraction of blocks that are not empty. For a traced mask it is a traced array."""
         _, blocks = _arrays(self.blocks)
-        return (blocks != NOTHING).mean() if blocks.size else 0.0
+        return (blocks != EMPTY).mean() if blocks.size else 0.0
 
     def arrays(self) -> dict[str, Any]:
         """Return the arrays that are not None, by name. They are operands of the custom calls."""
@@ -363,7 +363,7 @@ class BlockMask:
         """Return a mask that lets a query attend to a key if this mask does not."""
         self._check_one_layer()
         xp, blocks, element_masks = _arrays(self.blocks, self.element_masks)
-        inverted = xp.where(blocks < ELEMENTS, EVERYTHING - blocks, blocks)
+        inverted = xp.where(blocks < PARTIAL, FULL - blocks, blocks)
         masks = None if element_masks is None else element_masks ^ _every(self.shape)[None, None]
         return BlockMask(self.shape, inverted, masks)
 
@@ -392,7 +392,7 @@ class BlockMask:
         if self.is_stack:
             return f"{head}, a stack of {' x '.join(map(str, self.blocks.shape[:-4]))})"
         blocks = np.asarray(self.blocks)
-        full = (blocks == EVERYTHING).mean() if blocks.size else 0.0
+        full = (blocks == FULL).mean() if blocks.size else 0.0
         size = " x ".join(map(str, blocks.shape[:2]))
         head += f", {self.kept:.1%} kept, {full:.1%} full, {size} batch entries x heads)"
         return "\n".join([head, *_picture(blocks)])
@@ -414,7 +414,7 @@ class BlockMask:
 
         ax = plt.figure().add_subplot() if ax is None else ax
         blocks = np.asarray(self.blocks)
-        kinds = np.array([0, 2, 1])[np.minimum(blocks[batch % blocks.shape[0], head % blocks.shape[1]], ELEMENTS)]
+        kinds = np.array([0, 2, 1])[np.minimum(blocks[batch % blocks.shape[0], head % blocks.shape[1]], PARTIAL)]
         extent = (0, self.shape.kv_len, self.shape.q_len, 0)
         colors = ListedColormap(["white", "#9ecae1", "#08519c"])
         ax.imshow(kinds, cmap=colors, vmin=0, vmax=2, extent=extent, interpolation="nearest", aspect="auto")
@@ -501,13 +501,13 @@ def may_attend(shape: Shape, blocks: Any, element_masks: Any, rows: Any, columns
     """Return whether these rows may attend to these columns (int [R] and [C]): bool [B|1, N|1, R, C]."""
     kinds = kinds_at(shape, blocks, rows, columns, xp)
     if element_masks is None:
-        return kinds == EVERYTHING
-    masks = xp.clip(kinds - ELEMENTS, 0, element_masks.shape[1] - 1)
+        return kinds == FULL
+    masks = xp.clip(kinds - PARTIAL, 0, element_masks.shape[1] - 1)
     row, column = (rows % shape.q_block)[None, None, :, None], (columns % shape.kv_block)[None, None, None]
     words = element_masks[xp.arange(element_masks.shape[0])[:, None, None, None], masks, row, column // WORD]
     bits = (words >> (column % WORD).astype(np.uint32)) & np.uint32(1)
-    partial = (kinds >= ELEMENTS) & (kinds < ELEMENTS + element_masks.shape[1])
-    return (kinds == EVERYTHING) | (partial & (bits == 1))
+    partial = (kinds >= PARTIAL) & (kinds < PARTIAL + element_masks.shape[1])
+    return (kinds == FULL) | (partial & (bits == 1))
 
 
 def kinds_at(shape: Shape, blocks: Any, rows: Any, columns: Any, xp: Any = jnp) -> Any:
@@ -541,7 +541,7 @@ def _row_of_blocks(function: Structure, shape: Shape) -> Callable[..., tuple[jax
         columns = jnp.minimum(jnp.arange(V * kv_block, dtype=jnp.int32), kv_len - 1)
         allowed = jax.vmap(jax.vmap(entry, (None, 0)), (0, None))(rows, columns)
         tiles = allowed.reshape(q_block, V, kv_block).swapaxes(0, 1)
-        return jnp.where(tiles.all((1, 2)), EVERYTHING, jnp.where(tiles.any((1, 2)), ELEMENTS, NOTHING)), tiles
+        return jnp.where(tiles.all((1, 2)), FULL, jnp.where(tiles.any((1, 2)), PARTIAL, EMPTY)), tiles
 
     return row_of_blocks
 
@@ -589,10 +589,10 @@ class _Table:
     def number(self, mask: np.ndarray) -> int:
         """Return the entry of `BlockMask.blocks` for a block with this mask."""
         if not mask.any():
-            return NOTHING
+            return EMPTY
         if np.array_equal(mask, self._every):
-            return EVERYTHING
-        return ELEMENTS + self._numbers.setdefault(mask.tobytes(), len(self._numbers))
+            return FULL
+        return PARTIAL + self._numbers.setdefault(mask.tobytes(), len(self._numbers))
 
     def masks(self) -> np.ndarray | None:
         if not self._numbers:
@@ -610,13 +610,13 @@ def _compact(shape: Shape, blocks: np.ndarray, element_masks: Any) -> tuple[np.n
     batch, count, *mask_shape = np.shape(element_masks)
     if batch != 1:
         of_batch = np.arange(batch, dtype=np.int32).reshape(batch, 1, 1, 1) * count
-        blocks = np.where(blocks < ELEMENTS, blocks, blocks + of_batch)
+        blocks = np.where(blocks < PARTIAL, blocks, blocks + of_batch)
     masks = np.asarray(element_masks).reshape(batch * count, *mask_shape)
     table, (used, first, inverse) = _Table(shape), np.unique(blocks, return_index=True, return_inverse=True)
     kinds = used.copy()
     for at in np.argsort(first):
-        if used[at] >= ELEMENTS:
-            kinds[at] = table.number(masks[used[at] - ELEMENTS])
+        if used[at] >= PARTIAL:
+            kinds[at] = table.number(masks[used[at] - PARTIAL])
     return kinds[inverse].reshape(blocks.shape), table.masks()
 
 
@@ -679,7 +679,7 @@ def _stacked(masks: Sequence[BlockMask]) -> BlockMask:
     stack.__setstate__(
         {
             "shape": shape,
-            "blocks": stacked([mask.blocks for mask in masks], -1, NOTHING),
+            "blocks": stacked([mask.blocks for mask in masks], -1, EMPTY),
             "element_masks": stacked(tables, 1, 0) if any(x.shape[1] for x in tables) else None,
             "row_lists": stacked([mask.row_lists for mask in masks], -1, -1),
             "column_lists": stacked([mask.column_lists for mask in masks], -1, -1),
@@ -738,19 +738,19 @@ def _combined_traced(op: Callable[[Any, Any], Any], a: BlockMask, b: BlockMask) 
     """Combine traced masks. The result has an element mask for each pair of element masks."""
     masks_a, masks_b = _all_masks(a), _all_masks(b)
     sizes = masks_a.shape[1], masks_b.shape[1]
-    kinds = ELEMENTS + np.arange(sizes[0] * sizes[1], dtype=np.int32).reshape(sizes)
-    kinds[:ELEMENTS, :ELEMENTS] = op(*np.ogrid[:ELEMENTS, :ELEMENTS])
-    decided = NOTHING if op is operator.and_ else EVERYTHING  # a block of this kind decides the result alone
+    kinds = PARTIAL + np.arange(sizes[0] * sizes[1], dtype=np.int32).reshape(sizes)
+    kinds[:PARTIAL, :PARTIAL] = op(*np.ogrid[:PARTIAL, :PARTIAL])
+    decided = EMPTY if op is operator.and_ else FULL  # a block of this kind decides the result alone
     kinds[decided] = kinds[:, decided] = decided
     masks = None
-    if kinds.size > ELEMENTS * ELEMENTS:
+    if kinds.size > PARTIAL * PARTIAL:
         masks = op(masks_a[:, :, None], masks_b[:, None])
         masks = masks.reshape(masks.shape[0], kinds.size, *masks.shape[3:])
     return BlockMask(a.shape, jnp.asarray(kinds)[a.blocks, b.blocks], masks)
 
 
 def _all_masks(mask: BlockMask) -> Any:
-    """Return the element masks of all kinds, NOTHING and EVERYTHING included: [B|1, 2 + P, q_block, words]."""
+    """Return the element masks of all kinds, EMPTY and FULL included: [B|1, 2 + P, q_block, words]."""
     every = _every(mask.shape)
     common = np.stack([np.zeros_like(every), every])[None]
     if mask.element_masks is None:
@@ -762,7 +762,7 @@ def _all_masks(mask: BlockMask) -> Any:
 def block_lists(blocks: Any) -> Any:
     """Return the lists of block rows: [B|1, N|1, U, V] -> [B|1, N|1, U, 2 + W]. See `BlockMask`."""
     xp = jnp if _traced(blocks) else np
-    non_empty = blocks != NOTHING
+    non_empty = blocks != EMPTY
     counts = non_empty.sum(-1, dtype=np.int32)
     width = blocks.shape[-1] if xp is jnp else counts.max(initial=0)
     members = xp.argsort(~non_empty, axis=-1, stable=True)[..., :width]
@@ -781,4 +781,4 @@ def _picture(blocks: np.ndarray) -> Iterator[str]:
     columns = np.array_split(np.arange(len(kinds[0])), min(len(kinds[0]), 64))
     for r in rows:
         cells = (kinds[np.ix_(r, c)] for c in columns)
-        yield "".join(" " if not x.any() else "█" if (x == EVERYTHING).all() else "░" for x in cells)
+        yield "".join(" " if not x.any() else "█" if (x == FULL).all() else "░" for x in cells)

@@ -32,11 +32,11 @@ from jax_flash import _native, blockwise, compilation, denominator, explicit, pa
 from jax_flash.operands import (
     DIFFERENTIATED,
     DIMS,
-    ONE_A_BATCH,
-    ONE_A_CALL,
     PER_ROW,
     SHARED_GRADIENTS,
+    SHARED_IN_BATCH,
     TANGENTS,
+    UNBATCHED,
     Operands,
     array_of,
 )
@@ -68,7 +68,7 @@ def refusal(problem: Problem, platform: str, moving: tuple[str, ...] = ()) -> st
     """Return why a platform ("cpu", "cuda", …) has no fused kernels for a problem, or None if it has.
 
     Args:
-      moving: the operands along whose tangents the call is differentiated; none: the forward and the backward.
+      moving: the names of the operands with a tangent, or none for the forward and the backward.
     """
     if problem.symbolic:
         sizes = ", ".join(f"{name} {size}" for name, size in problem.symbolic.items())
@@ -172,7 +172,7 @@ def batched(
     size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
     arrays = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(arrays, axes, strict=True)]
     mapped = {name: x for name, x, axis in zip(call.arrays, arrays, axes, strict=True) if axis is not None}
-    if any(map(one_a_call, mapped)):  # such an array cannot get a leading dim, so each example is a call
+    if any(map(is_unbatched, mapped)):  # such an array cannot get a leading dim, so each example is a call
         shared = dict(zip(call.arrays, arrays, strict=True))
         axis = explicit.first_axis(*mapped.values())
         everywhere = {name: explicit.on_first_axis(x, None) for name, x in mapped.items()}
@@ -182,7 +182,7 @@ def batched(
     gradients = {DIFFERENTIATED[name] for name in call.results if name in SHARED_GRADIENTS}
 
     def leading(name: str, x: jax.Array) -> jax.Array:
-        if name in mapped or one_a_call(name):
+        if name in mapped or is_unbatched(name):
             return x
         # If all mapped examples share a bias or a captured array, each example still has its own gradient of it.
         return jnp.broadcast_to(x, (size if name in gradients else 1, *x.shape))
@@ -195,9 +195,9 @@ def _batch(arrays, axes, *, call: Call, jaxpr: ClosedJaxpr):
     return batched(bind, call, arrays, axes)
 
 
-def one_a_call(name: str) -> bool:
+def is_unbatched(name: str) -> bool:
     """Return whether an array, or the array of this tangent, has no leading dims."""
-    return array_of(name) in ONE_A_CALL
+    return array_of(name) in UNBATCHED
 
 
 def _lower(ctx, *arrays, call: Call, jaxpr: ClosedJaxpr):
@@ -272,8 +272,8 @@ def over_leading_dims(function: Callable[[Arrays], Results], arrays: Arrays) -> 
     size, *inner = lead(arrays)
     if not inner:
         return function(arrays)
-    axes = {name: 0 if not one_a_call(name) and x.shape[0] == size else None for name, x in arrays.items()}
-    one = {name: x if one_a_call(name) or axes[name] == 0 else x[0] for name, x in arrays.items()}
+    axes = {name: 0 if not is_unbatched(name) and x.shape[0] == size else None for name, x in arrays.items()}
+    one = {name: x if is_unbatched(name) or axes[name] == 0 else x[0] for name, x in arrays.items()}
     return jax.vmap(functools.partial(over_leading_dims, function), in_axes=(axes,))(one)
 
 
@@ -321,7 +321,7 @@ def sharded(call: Call, arrays: Arrays, zeros: bool = False) -> Results:
 def lead(arrays: Arrays) -> tuple[int, ...]:
     """Return the leading dims to which all arrays broadcast."""
     return jnp.broadcast_shapes(
-        *(x.shape[: x.ndim - len(DIMS[array_of(name)])] for name, x in arrays.items() if not one_a_call(name))
+        *(x.shape[: x.ndim - len(DIMS[array_of(name)])] for name, x in arrays.items() if not is_unbatched(name))
     )
 
 
@@ -333,10 +333,10 @@ def _custom_call(call: Call, arrays: Arrays) -> Results:
     leading = lead(arrays)
     batch = math.prod(leading)
     ones = {name for name, x in arrays.items() if math.prod(x.shape[: len(leading)]) == 1}
-    shared = {name for group in ONE_A_BATCH if ones.issuperset(arrays.keys() & group) for name in group}
+    shared = {name for group in SHARED_IN_BATCH if ones.issuperset(arrays.keys() & group) for name in group}
 
     def fold(name: str, x: jax.Array) -> jax.Array:
-        if name in ONE_A_CALL:
+        if name in UNBATCHED:
             return x
         dims = x.shape[len(leading) :]
         if name in shared:

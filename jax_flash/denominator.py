@@ -47,18 +47,18 @@ def normalized(operands: Operands, x: jax.Array, l: jax.Array, m: jax.Array) -> 
 
 
 class Backward(NamedTuple):
-    """What the backward has of each row, [B, N, R]."""
+    """The statistics of rows in the backward, [B, N, R]."""
 
     l: jax.Array  # P = exp(s - m) / l
     m: jax.Array
     d: jax.Array  # D of docs/contract.md
-    gradients: dict[str, jax.Array]  # those that follow from these
+    gradients: dict[str, jax.Array]  # dsinks, if it is requested
 
 
 def backward(
     problem: Problem, operands: Operands, l: jax.Array, m: jax.Array, d: jax.Array, dlogsumexp: jax.Array | None
 ) -> Backward:
-    """Return what the backward has of each row.
+    """Return the statistics of rows in the backward.
 
     Args:
       l, m: results of the forward.

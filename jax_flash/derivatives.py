@@ -102,8 +102,10 @@ primitive.multiple_results = True
 
 
 def _bind(call: Tangent, arrays: Iterable[jax.Array]) -> Results:
-    """Bind it with the jaxpr of zeros of its types. JAX finds the types there, and `custom_partitioning`. What computes
-    the results is not traced, because most programs only transpose a tangent."""
+    """Bind the primitive with the jaxpr of zeros, where JAX finds the result types and `custom_partitioning`.
+
+    The computation of the results is not traced, because most programs only transpose a tangent.
+    """
     arrays, mesh = tuple(arrays), jax.sharding.get_abstract_mesh()
     return tuple(primitive.bind(*arrays, call=call, zeros=_zeros.trace(*arrays, call=call).jaxpr, mesh=mesh))
 

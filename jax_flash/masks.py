@@ -201,7 +201,7 @@ class Mask(Description):
         if tile.blocks is not None:
             step = dropout.TILE
             kinds = block_sparse.kinds_at(self._block_shape(lengths), tile.blocks, rows[::step], columns[::step])
-            tests.append((kinds != block_sparse.NOTHING).any())
+            tests.append((kinds != block_sparse.EMPTY).any())
         return jnp.all(jnp.stack(tests)) if tests else None
 
     def refusal_of_part(self, rows: int, keys: int) -> str | None:

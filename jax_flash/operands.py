@@ -98,13 +98,13 @@ def array_of(name: str) -> str:
 
 
 # The operands without leading dims.
-ONE_A_CALL = tuple(name for name, dims, *_ in _OPERANDS if not dims.startswith("B"))
+UNBATCHED = tuple(name for name, dims, *_ in _OPERANDS if not dims.startswith("B"))
 
 BLOCK_MASK = ("blocks", "row_lists", "column_lists", "element_masks")
 # The operands with an `Extent`, except for the arrays of a block mask.
 BROADCAST = tuple(name for name, _, broadcast, *_ in _OPERANDS if broadcast and name not in BLOCK_MASK)
 # Operands that a batch may share. All or none of the arrays in a group are shared.
-ONE_A_BATCH = (*((name, f"{name}_tangent") for name in (*BROADCAST, *CAPTURED)), BLOCK_MASK)
+SHARED_IN_BATCH = (*((name, f"{name}_tangent") for name in (*BROADCAST, *CAPTURED)), BLOCK_MASK)
 # The gradients of operands that batch entries or heads may share. They are summed, and have the shape of the operand.
 SHARED_GRADIENTS = tuple(gradient for gradient, name in DIFFERENTIATED.items() if name in (*BROADCAST, *CAPTURED))
 # The gradients for which the custom call returns the contributions of rows, [B, N, T]. JAX sums them.

@@ -25,9 +25,9 @@ from jax.typing import ArrayLike
 
 from jax_flash.block_sparse import (  # internal
     BLOCK,
-    ELEMENTS,
-    EVERYTHING,
-    NOTHING,
+    EMPTY,
+    FULL,
+    PARTIAL,
     BlockMask,
     Shape,
     _pack,
@@ -334,7 +334,7 @@ def _of_differences(shape: Shape, allowed: Callable[[np.ndarray], np.ndarray]) -
     diagonal = i[:, None] - j + shape.kv_len - 1  # the index in `line` of the first entry of each block
     start, stop = diagonal - columns + 1, diagonal + rows[:, None]
     count = before[stop] - before[start]
-    kinds = np.where(count == 0, NOTHING, np.where(count == stop - start, EVERYTHING, ELEMENTS))
+    kinds = np.where(count == 0, EMPTY, np.where(count == stop - start, FULL, PARTIAL))
     # Blocks on the same diagonal have equal entries, except for blocks that are cut off at the lengths.
     alike = 4 * diagonal + 2 * (rows < shape.q_block)[:, None] + (columns < shape.kv_block)
 
@@ -360,7 +360,7 @@ def _where_equal(shape: Shape, q_ids: np.ndarray, kv_ids: np.ndarray) -> BlockMa
     kv_min, kv_max = kv_tiles.min(-1)[:, None], kv_tiles.max(-1)[:, None]
     meet = (q_min <= kv_max) & (kv_min <= q_max)
     constant = (q_min == q_max) & (kv_min == kv_max)
-    kinds = np.where(meet, np.where(constant, EVERYTHING, ELEMENTS), NOTHING)
+    kinds = np.where(meet, np.where(constant, FULL, PARTIAL), EMPTY)
     alike = q_alike[..., None] * kv_alike.size + kv_alike[:, None]
 
     def entries(b: int, u: int, v: int) -> np.ndarray:
@@ -383,11 +383,11 @@ def _block_mask(
     """Return a block mask from the kinds of its blocks.
 
     Args:
-      kinds: int [B, U, V]: NOTHING, EVERYTHING or ELEMENTS.
-      alike: int [B, U, V]. ELEMENTS blocks with equal numbers have equal entries.
-      entries: function of (b, u, v) that returns the entries of an ELEMENTS block. It is called once for each number.
+      kinds: int [B, U, V]: EMPTY, FULL or PARTIAL.
+      alike: int [B, U, V]. PARTIAL blocks with equal numbers have equal entries.
+      entries: function of (b, u, v) that returns the entries of an PARTIAL block. It is called once for each number.
     """
-    table, partial = _Table(shape), kinds == ELEMENTS
+    table, partial = _Table(shape), kinds == PARTIAL
     _, first, inverse = np.unique(alike[partial], return_index=True, return_inverse=True)
     numbers = [table.number(_pack(entries(*block))) for block in np.argwhere(partial)[first]]
     blocks = kinds.astype(np.int32)

@@ -11,7 +11,7 @@ from cases import Case, run, upcast
 
 import jax_flash
 from jax_flash import BlockMask
-from jax_flash.block_sparse import ELEMENTS, EVERYTHING, NOTHING
+from jax_flash.block_sparse import EMPTY, FULL, PARTIAL
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -206,12 +206,12 @@ def test_out_of_range_numbers_are_empty_blocks(elements, implementation):
     case = sparse(32, 32, heads=4, bias="11ts")
     mask = case.block_mask
     if not elements:
-        mask = BlockMask(mask.shape, np.minimum(mask.blocks, EVERYTHING))
+        mask = BlockMask(mask.shape, np.minimum(mask.blocks, FULL))
     rng = np.random.default_rng(0)
     bad = rng.random(mask.blocks.shape) < 0.3
-    first = ELEMENTS + (mask.element_masks.shape[1] if elements else 0)
+    first = PARTIAL + (mask.element_masks.shape[1] if elements else 0)
     garbage = np.where(bad, rng.choice([first, *GARBAGE], bad.shape), mask.blocks).astype(np.int32)
-    empty = with_unchecked_arrays(mask, blocks=np.where(bad, NOTHING, mask.blocks))
+    empty = with_unchecked_arrays(mask, blocks=np.where(bad, EMPTY, mask.blocks))
     arrays, cotangents = case.arrays(), case.cotangents()
     expected = run(case, arrays | {"block_mask": empty}, cotangents, implementation)
     results = run(

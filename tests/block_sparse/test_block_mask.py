@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_flash import BlockMask, patterns
-from jax_flash.block_sparse import ELEMENTS, EVERYTHING, NOTHING, Shape
+from jax_flash.block_sparse import EMPTY, FULL, PARTIAL, Shape
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -36,13 +36,13 @@ def assert_equals(block_mask, mask):
     np.testing.assert_array_equal(np.broadcast_to(block_mask.to_mask(), mask.shape), mask)
     nonempty, full = blocks_of(mask, block_mask.shape)
     blocks = np.broadcast_to(block_mask.blocks, nonempty.shape)
-    np.testing.assert_array_equal(blocks != NOTHING, nonempty)
-    np.testing.assert_array_equal(blocks == EVERYTHING, full)
-    used = np.unique(block_mask.blocks[block_mask.blocks >= ELEMENTS])
+    np.testing.assert_array_equal(blocks != EMPTY, nonempty)
+    np.testing.assert_array_equal(blocks == FULL, full)
+    used = np.unique(block_mask.blocks[block_mask.blocks >= PARTIAL])
     if block_mask.element_masks is None:
         assert not used.size
     else:
-        np.testing.assert_array_equal(used, ELEMENTS + np.arange(block_mask.element_masks.shape[1]))
+        np.testing.assert_array_equal(used, PARTIAL + np.arange(block_mask.element_masks.shape[1]))
         assert len(np.unique(block_mask.element_masks[0], axis=0)) == len(used)
     assert_lists(block_mask)
 

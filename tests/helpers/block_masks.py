@@ -7,7 +7,7 @@ import numpy as np
 from cases import Case
 
 from jax_flash import BlockMask
-from jax_flash.block_sparse import NOTHING
+from jax_flash.block_sparse import EMPTY
 
 IMPLEMENTATIONS = ["flash", "xla", "reference"]
 
@@ -50,7 +50,7 @@ def assert_lists(block_mask):
             np.testing.assert_array_equal(np.sort(order), np.arange(blocks.shape[2]))
             assert (np.diff(counts) <= 0).all()
             for row, count, members in zip(order, counts, lists[b, h, :, 2:], strict=True):
-                np.testing.assert_array_equal(members[:count], np.flatnonzero(blocks[b, h, row] != NOTHING))
+                np.testing.assert_array_equal(members[:count], np.flatnonzero(blocks[b, h, row] != EMPTY))
                 assert (members[count:] == -1).all()
 
 

@@ -50,7 +50,7 @@ def kernel_sum(
       y: array [..., N, D] of points in the same dtype.
       weights: array [..., N, E] in the same dtype, of any sign.
       log_kernel: a kernel of `jax_flash.kernels`, or a function (dot, x_norm2, y_norm2) that returns the logarithm of
-        the kernel. The function takes the scalars x·y, |x|² and |y|² in float32 (float64 for float64 inputs) and uses
+        the kernel. The function takes x·y, `|x|²` and `|y|²`, scalars in float32 (float64 for float64 inputs), and uses
         `jnp`. The rules for a `score_mod` apply (docs/score-programs.md). Its result may be -inf, where the kernel is
         0. The kernel must not overflow: log_kernel must be below 88 in float32.
       precision: precision of float32 products on a GPU, as in `dot_product_attention`. The default is full float32.

@@ -1,6 +1,6 @@
 """Positive kernels of the distance between two points, for `jax_flash.kernel_sum`.
 
-All are functions of d = |x - y| / length_scale. A length scale is a number, or an array [D] with one for each
+All are functions of d = `|x - y| / length_scale`. A length scale is a number, or an array [D] with one for each
 dimension. It may be traced, and so may alpha. Both get gradients. A kernel is a pytree of its parameters, so it can be
 an argument of a jitted function, and `jax.grad` can differentiate with respect to it.
 """

@@ -41,60 +41,60 @@ struct WindowSize {
 // number is also its minimum.
 
 // Which entries of the score matrix are visible (Mask in jax_flash/masks.py).
-#define JAX_FLASH_MASK(FIELD)                                                                                   \
-  FIELD(bool, is_causal, false)            /* key j is visible from position p = i + query_offset if j <= p */  \
-  FIELD(WindowSize, local_window_size, {}) /* p - left <= j <= p + right */                                     \
-  FIELD(bool, query_seq_lengths, false)    /* whether the array is present; the same for the next four */       \
-  FIELD(bool, key_value_seq_lengths, false)                                                                     \
-  FIELD(bool, query_offset, false)                                                                              \
-  FIELD(bool, segment_ids, false)                                                                               \
-  FIELD(bool, ranges, false)    /* in place of is_causal, local_window_size, query_seq_lengths, segment_ids */  \
-  FIELD(Extent, array, {})      /* the operand `mask` */                                                        \
-  FIELD(Extent, block_mask, {}) /* per batch entry and head or shared; its rows and columns are always there */ \
-  FIELD(int64_t, q_block, 0)    /* entries of a block, multiples of 16 */                                       \
-  FIELD(int64_t, kv_block, 0)                                                                                   \
-  FIELD(int64_t, element_masks, 0) /* of blocks that are neither empty nor full */                              \
-  FIELD(int64_t, row_list, 0)      /* widths of the lists of blocks */                                          \
-  FIELD(int64_t, column_list, 0)                                                                                \
+#define JAX_FLASH_MASK(FIELD)                                                                                  \
+  FIELD(bool, is_causal, false)            /* key j is visible from position p = i + query_offset if j <= p */ \
+  FIELD(WindowSize, local_window_size, {}) /* p - left <= j <= p + right */                                    \
+  FIELD(bool, query_seq_lengths, false)    /* is the array present? also for the next four */                  \
+  FIELD(bool, key_value_seq_lengths, false)                                                                    \
+  FIELD(bool, query_offset, false)                                                                             \
+  FIELD(bool, segment_ids, false)                                                                              \
+  FIELD(bool, ranges, false)    /* replaces is_causal, local_window_size, query_seq_lengths, segment_ids */    \
+  FIELD(Extent, array, {})      /* the operand `mask` */                                                       \
+  FIELD(Extent, block_mask, {}) /* rows and columns always have their full size */                             \
+  FIELD(int64_t, q_block, 0)    /* size of a block, multiples of 16 */                                         \
+  FIELD(int64_t, kv_block, 0)                                                                                  \
+  FIELD(int64_t, element_masks, 0) /* masks of partial blocks, for each batch entry */                         \
+  FIELD(int64_t, row_list, 0)      /* sizes of the lists of blocks */                                          \
+  FIELD(int64_t, column_list, 0)                                                                               \
   FIELD(Program, mask_mod, {})
 
 // Operations on a score, in this order: cap, bias, program (Score in jax_flash/scores.py).
-#define JAX_FLASH_SCORE(FIELD)                                                         \
-  FIELD(double, logits_soft_cap, 0) /* s <- cap tanh(s / cap); 0: none */              \
-  FIELD(Extent, bias, {})           /* s <- s + bias */                                \
-  FIELD(DType, bias_dtype, DType::kNone)                                               \
-  FIELD(Program, score_mod, {})     /* s <- score_mod(s, ...) */                       \
-  FIELD(Program, score_grad, {})    /* the backward only: the gradient of score_mod */ \
-  FIELD(Program, score_tangent, {}) /* the tangent only: the tangent of score_mod */
+#define JAX_FLASH_SCORE(FIELD)                                                     \
+  FIELD(double, logits_soft_cap, 0) /* s <- cap tanh(s / cap); 0: none */          \
+  FIELD(Extent, bias, {})           /* s <- s + bias */                            \
+  FIELD(DType, bias_dtype, DType::kNone)                                           \
+  FIELD(Program, score_mod, {})     /* s <- score_mod(s, ...) */                   \
+  FIELD(Program, score_grad, {})    /* backward only: the gradient of score_mod */ \
+  FIELD(Program, score_tangent, {}) /* tangent only: the tangent of score_mod */
 
-#define JAX_FLASH_PROBLEM(FIELD)                                                                                \
-  FIELD(int64_t, batch, 0)    /* B */                                                                           \
-  FIELD(int64_t, q_len, 0)    /* T */                                                                           \
-  FIELD(int64_t, kv_len, 0)   /* S */                                                                           \
-  FIELD(int64_t, q_heads, 0)  /* N */                                                                           \
-  FIELD(int64_t, kv_heads, 0) /* K, divides N: query head n reads key/value head n / (N / K) */                 \
-  FIELD(int64_t, qk_dim, 0)   /* D */                                                                           \
-  FIELD(int64_t, v_dim, 0)    /* E */                                                                           \
-  FIELD(DType, dtype, DType::kNone)                                                                             \
-  FIELD(Extent, sinks, {})   /* a logit more for the softmax of each row; of batch entries and heads */         \
-  FIELD(bool, origin, false) /* dropout and programs count rows and keys from there */                          \
-  FIELD(int64_t, page, 0)    /* keys of a page, a multiple of kPageStep; 0: there are no pages */               \
-  FIELD(int64_t, pages, 0)   /* that there are */                                                               \
-  FIELD(std::vector<Captured>, captured, {}) /* arrays that programs load from */                               \
-  FIELD(int64_t, drop_threshold, 0)  /* of 2^15: kept iff an entry's 15 random bits are >= it; 0: no dropout */ \
-  FIELD(bool, full_precision, false) /* f32 only: no reduced-precision matrix units */                          \
-  FIELD(bool, deterministic, false)  /* the backward: the same bits in every run */                             \
-  FIELD(bool, unrounded, false)      /* o and dq have the accumulation dtype */                                 \
-  FIELD(bool, dlogsumexp, false)     /* the backward only: an operand, the cotangent of m + log ℓ; */           \
-  FIELD(bool, dq, false)             /* and the results asked for */                                            \
-  FIELD(bool, dk, false)                                                                                        \
-  FIELD(bool, dv, false)                                                                                        \
-  FIELD(bool, dbias, false)                                                                                     \
-  FIELD(bool, dsinks, false)                                                                                    \
-  FIELD(bool, query_tangent, false) /* the tangent only: operands */                                            \
-  FIELD(bool, key_tangent, false)                                                                               \
-  FIELD(bool, value_tangent, false)                                                                             \
-  FIELD(bool, bias_tangent, false)                                                                              \
+#define JAX_FLASH_PROBLEM(FIELD)                                                                                      \
+  FIELD(int64_t, batch, 0)    /* B */                                                                                 \
+  FIELD(int64_t, q_len, 0)    /* T */                                                                                 \
+  FIELD(int64_t, kv_len, 0)   /* S */                                                                                 \
+  FIELD(int64_t, q_heads, 0)  /* N */                                                                                 \
+  FIELD(int64_t, kv_heads, 0) /* K, divides N: query head n reads key/value head n / (N / K) */                       \
+  FIELD(int64_t, qk_dim, 0)   /* D */                                                                                 \
+  FIELD(int64_t, v_dim, 0)    /* E */                                                                                 \
+  FIELD(DType, dtype, DType::kNone)                                                                                   \
+  FIELD(Extent, sinks, {})                   /* an extra logit in the softmax of each row; by batch entry and head */ \
+  FIELD(bool, origin, false)                 /* an offset of rows and keys in dropout and programs */                 \
+  FIELD(int64_t, page, 0)                    /* keys of a page, a multiple of kPageStep; 0: no pages */               \
+  FIELD(int64_t, pages, 0)                   /* number of pages */                                                    \
+  FIELD(std::vector<Captured>, captured, {}) /* arrays that programs load from */                                     \
+  FIELD(int64_t, drop_threshold, 0)          /* entries with 15 random bits below it are dropped; 0: no dropout */    \
+  FIELD(bool, full_precision, false)         /* f32 only: no TF32 */                                                  \
+  FIELD(bool, deterministic, false)          /* backward: bitwise reproducible gradients */                           \
+  FIELD(bool, unrounded, false)              /* o and dq have the accumulation dtype */                               \
+  FIELD(bool, dlogsumexp, false)             /* backward only: an operand, the cotangent of m + log ℓ, */             \
+  FIELD(bool, dq, false)                     /* and the requested results */                                          \
+  FIELD(bool, dk, false)                                                                                              \
+  FIELD(bool, dv, false)                                                                                              \
+  FIELD(bool, dbias, false)                                                                                           \
+  FIELD(bool, dsinks, false)                                                                                          \
+  FIELD(bool, query_tangent, false) /* tangent only: operands */                                                      \
+  FIELD(bool, key_tangent, false)                                                                                     \
+  FIELD(bool, value_tangent, false)                                                                                   \
+  FIELD(bool, bias_tangent, false)                                                                                    \
   FIELD(bool, sinks_tangent, false)
 
 #define JAX_FLASH_MEMBER(type, name, value) type name = value;

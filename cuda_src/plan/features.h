@@ -71,7 +71,7 @@ inline bool IsCalled(const Problem& p) {
 #define JAX_FLASH_TILE_FEATURES(FEATURE)                                          \
   FEATURE(kFewTiles, "fewer tiles than multiprocessors",                          \
           target.multiprocessors > p.batch * p.q_heads * DivideUp(p.q_len, rows)) \
-  FEATURE(kManyRows, "many rows", rows < p.q_len * p.group()) /* of a group's heads together */
+  FEATURE(kManyRows, "many rows", rows < p.q_len * p.group()) /* of all heads of a group */
 
 #define JAX_FLASH_INDEX(name, text, there) name##Index,
 enum FeatureIndex { JAX_FLASH_FEATURES(JAX_FLASH_INDEX) JAX_FLASH_TILE_FEATURES(JAX_FLASH_INDEX) };

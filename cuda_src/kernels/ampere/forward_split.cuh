@@ -52,9 +52,9 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads)
   const float to_log2 = ToLog2(p);
   // This warp has every kRowWarps-th part.
   const auto there = [&](int number) { return warp - first_warp + number * kRowWarps < parts; };
-  const int64_t apart = kRowWarps * rows, begin = (warp - first_warp) * rows + first_row;
+  const int64_t stride = kRowWarps * rows, begin = (warp - first_warp) * rows + first_row;
   const auto statistic = [&](const float* of_parts, int number, float nothing) {
-    return lane < kLaneParts && there(number + lane) ? of_parts[begin + (number + lane) * apart] : nothing;
+    return lane < kLaneParts && there(number + lane) ? of_parts[begin + (number + lane) * stride] : nothing;
   };
   {
     float4 O_p[kAtOnce];  // the first loads are in flight while the weights are computed
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads)
     const auto load = [&](int number, int first_column) {
       const float* next = from + min(first_column + 4 * lane, kVDim - 4);
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i, next += apart * kVDim) {
+      for (int i = 0; i < kAtOnce; ++i, next += stride * kVDim) {
         O_p[i] = there(number + i) ? *reinterpret_cast<const float4*>(next) : float4();
       }
     };
@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads)
           sum.z = fmaf(w, O_p[i].z, sum.z), sum.w = fmaf(w, O_p[i].w, sum.w);
         }
       }
-      from += kAtOnce * apart * kVDim;
+      from += kAtOnce * stride * kVDim;
     }
     l = LaneSum<32>(l);
     if (lane == 0) m_w[warp] = m, l_w[warp] = l;

@@ -37,7 +37,7 @@ from jax_flash.io_model.flash import (
     causal,
     generator_state,
 )
-from jax_flash.io_model.kernels import kernel_backward, kernel_forward
+from jax_flash.io_model.kernels import kernel_backward, kernel_forward, kernel_tangent
 from jax_flash.io_model.memory import HBM, SRAM, Run
 from jax_flash.io_model.memory_efficient import memory_efficient_forward
 from jax_flash.io_model.standard import STANDARD_SRAM, algorithm_0, algorithm_3
@@ -71,6 +71,7 @@ __all__ = [
     "in_bytes",
     "kernel_backward",
     "kernel_forward",
+    "kernel_tangent",
     "memory_efficient_forward",
     "reads_and_writes",
     "theta",

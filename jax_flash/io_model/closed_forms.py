@@ -12,6 +12,7 @@ With B_c = ⌈M/4d⌉ and T_c = ⌈N/B_c⌉, FlashAttention makes T_c passes ove
 | 4, block-sparse backward | 4 + 2Nd + s T_c N (4d + 2) (Q, O, dO, dQ, ℓ, m) | 3Nd + s T_c Nd (dQ) + 2Nd (dK, dV) |
 | kernels' forward | 4 + Nd + 2Nd T_c (T_c blocks of Q; K, V) | Nd + 2N |
 | kernels' backward | 4 + 4Nd + 2N (O, dO, ℓ, m; K, V) + T_c N (3d + 2) (Q, dO, dQ, L, D) | 3Nd + 2N + T_c Nd (dQ) |
+| kernels' tangent | 4 + 3Nd + 2N (Q, dQ, O, ℓ, m) + 4Nd T_c (T_c blocks of Q; K, V, dK, dV) | Nd + N |
 | memory-efficient forward | 2Nd + N (Q twice, L) + 3N²d (K twice and V, for every row) | Nd + N (O, L) |
 | 0 | `product_reads` of QKᵀ and PV, `softmax_reads` of S | 2N² (S, P) + Nd |
 | 3 | `product_reads` of four products, `softmax_reads` of P and dP | 2N² (dP, dS) + 3Nd |
@@ -40,6 +41,7 @@ Algorithm = Literal[
     "algorithm_4",
     "block_sparse_backward",
     "kernel_backward",
+    "kernel_tangent",
 ]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 BLOCK_SPARSE = ("algorithm_5", "block_sparse_backward")
@@ -93,6 +95,8 @@ def reads_and_writes(algorithm: Algorithm, N: int, d: int, M: int, sparsity: flo
             return Accesses(STATE + Nd + 2 * Nd * T_c, Nd + 2 * N)
         case "kernel_backward":
             return Accesses(STATE + 4 * Nd + 2 * N + rows * (3 * d + 2), 3 * Nd + 2 * N + rows * d)
+        case "kernel_tangent":
+            return Accesses(STATE + 3 * Nd + 2 * N + 4 * Nd * T_c, Nd + N)
 
 
 def product_reads(rows: int, columns: int, inner: int, M: int) -> int:
@@ -118,11 +122,12 @@ def flops(algorithm: Algorithm, N: int, d: int, M: int, sparsity: float | Array 
     """Return the FLOPs of the matrix products of one head (Theorem 1: O(N²d)).
 
     Each product needs 2d FLOPs per entry of S. The forward has two products, and the backward has four. Recomputing S
-    costs one more product, in a backward or in the second pass of the memory-efficient forward. The arguments and
+    costs one more product, in a backward or in the second pass of the memory-efficient forward. The tangent has five
+    products, two of them for the tangent of S and two for that of O. The arguments and
     errors are those in `hbm_accesses`.
     """
     _check(algorithm, N, d, M, sparsity)
-    if algorithm in ("algorithm_4", "block_sparse_backward", "kernel_backward"):
+    if algorithm in ("algorithm_4", "block_sparse_backward", "kernel_backward", "kernel_tangent"):
         products = 5
     else:
         products = {"algorithm_3": 4, "memory_efficient_forward": 3}.get(algorithm, 2)
@@ -142,6 +147,8 @@ def extra_memory(algorithm: Algorithm, N: int) -> int:
             return 2 * N + STATE
         case "kernel_forward" | "kernel_backward":
             return 2 * N  # ℓ, m; D, L
+        case "kernel_tangent":
+            return N  # the tangent of ℓ
     return 0
 
 
@@ -167,7 +174,7 @@ def theta(algorithm: Algorithm, N: int, d: int, M: int, sparsity: float = 1) -> 
 #
 # FlashAttention, with x = N²d²/M >= Nd. B_c <= M/d gives T_c Nd >= x, and B_c >= M/4d gives T_c Nd < 4x + Nd <= 5x. The
 # table above, with ℓ, m, L and D at most 1/8 of a matrix each, is at least a T_c Nd and at most a' T_c Nd + b' Nd:
-# (a, a', b') = (3, 3.5, 3.4) for 1 and 2, (5, 5.25, 7.1) for 4, (2, 2, 2.4) and (4, 4.25, 7.6) for the kernels' order.
+# (a, a', b') = (3, 3.5, 3.4) for 1 and 2, (5, 5.25, 7.1) for 4, (2, 2, 2.4), (4, 4.25, 7.6) and (4, 4, 4.5) for the kernels' order.
 # So c = a and C = 5a' + b', and block-sparse C = max(4a', a' + b').
 #
 # Standard attention. A tile has at most M elements. So a product [N, d] [d, N] or [N, N] [N, d] reads at least 2N²d/√M,
@@ -186,6 +193,7 @@ CONSTANTS: dict[Algorithm, tuple[float, float]] = {
     "algorithm_4": (5, 34),
     "block_sparse_backward": (5, 21),
     "kernel_backward": (4, 29),
+    "kernel_tangent": (4, 25),
 }
 
 

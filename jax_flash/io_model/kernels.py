@@ -5,6 +5,8 @@
 * O_i is divided by ℓ_i once, at the end. This changes no accesses and saves work.
 * The backward keeps K_j and V_j as in Algorithm 4. It computes D = rowsum(dO ∘ O) once in advance, so O is not read in
   every pass. L = m + log ℓ replaces m and ℓ. dK and dV are not initialised in HBM.
+* The tangent (forward mode) has the loops of the forward. The kernels also subtract a reference from Ṡ, which changes no
+  accesses.
 """
 
 from __future__ import annotations
@@ -113,3 +115,50 @@ def kernel_backward(
             sram.dK += scale * (sram.dS.T @ sram.Q)
         hbm["dK", j], hbm["dV", j] = sram.dK, sram.dV
     return Run((hbm.arrays["dQ"], hbm.arrays["dK"], hbm.arrays["dV"]), hbm, sram)
+
+
+def kernel_tangent(
+    Q: Array,
+    K: Array,
+    V: Array,
+    O: Array,
+    dQ: Array,
+    dK: Array,
+    dV: Array,
+    l: Array,
+    m: Array,
+    R: Array,
+    M: int,
+    *,
+    scale: float = 1.0,
+    mask: Mask | None = None,
+    dropout_rate: float = 0.0,
+) -> Run:
+    """Tangent of the forward with Q resident in SRAM, which holds at most 10M elements.
+
+    Args:
+      Q, K, V, O: arrays [N, d].
+      dQ, dK, dV: the tangents of Q, K and V.
+      l, m, R, M, scale, mask, dropout_rate: as in `algorithm_4`.
+
+    Returns:
+      The tangents of O [N, d] and of l [N, 1].
+    """
+    N, d = shape(Q, K, V, O, dQ, dK, dV)
+    hbm, sram = HBM(Q=Q, K=K, V=V, O=O, dQ=dQ, dK=dK, dV=dV, l=l, m=m, R=R), SRAM(BACKWARD_SRAM * M)
+    hbm.allocate(dO=(N, d), dl=(N, 1))
+    sram.R = hbm["R", :]
+    B_r, B_c = block_sizes(d, M)
+    for i in blocks(N, B_r):
+        sram.Q, sram.dQ, sram.O, sram.l, sram.m = (hbm[x, i] for x in ("Q", "dQ", "O", "l", "m"))
+        sram.A, sram.dl = np.zeros_like(sram.Q), np.zeros_like(sram.l)
+        for j in blocks(N, B_c):
+            sram.K, sram.V, sram.dK, sram.dV = (hbm[x, j] for x in ("K", "V", "dK", "dV"))
+            sram.P = exp_minus(masked(scale * (sram.Q @ sram.K.T), mask, i, j), sram.m)
+            sram.dS = sram.P * (scale * (sram.dQ @ sram.K.T + sram.Q @ sram.dK.T))
+            sram.dl += sram.dS.sum(axis=1, keepdims=True)
+            sram.Z = dropout_mask(sram.R, dropout_rate, i, j)
+            sram.A += (sram.Z * sram.dS) @ sram.V + (sram.Z * sram.P) @ sram.dV
+        hbm["dO", i] = divide(sram.A - sram.dl * sram.O, sram.l)
+        hbm["dl", i] = sram.dl
+    return Run((hbm.arrays["dO"], hbm.arrays["dl"]), hbm, sram)

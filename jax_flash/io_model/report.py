@@ -33,6 +33,7 @@ NAMES: dict[Algorithm, str] = {
     "algorithm_4": "4  FlashAttention backward",
     "block_sparse_backward": "   block-sparse backward",
     "kernel_backward": "   as the kernels loop",
+    "kernel_tangent": "   tangent",
 }
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "KIB": 2**10, "MIB": 2**20, "B": 1}
 
@@ -100,6 +101,8 @@ def print_table(N: int, d: int, M: int, sparsity: float, copies: int, dtype: str
         if algorithm in ("algorithm_0", "algorithm_3"):  # a new pass
             table.add_section()
             standard = hbm_accesses(algorithm, N, d, M)
+        if algorithm == "kernel_tangent":
+            table.add_section()
         s = sparsity if algorithm in BLOCK_SPARSE else 1
         reads, writes = reads_and_writes(algorithm, N, d, M, s)
         accesses = reads + writes
@@ -109,7 +112,7 @@ def print_table(N: int, d: int, M: int, sparsity: float, copies: int, dtype: str
             short(writes * copies),
             short(accesses * copies),
             short(in_bytes(accesses * copies, dtype)) + "B",
-            f"{standard / accesses:.2f}",
+            "–" if algorithm == "kernel_tangent" else f"{standard / accesses:.2f}",
             short(flops(algorithm, N, d, M, s) * copies),
             short(in_bytes(extra_memory(algorithm, N) * copies, dtype)) + "B",
         )

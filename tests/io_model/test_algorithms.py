@@ -28,6 +28,10 @@ def inputs(N, d, seed=0):
     return np.random.default_rng(seed).normal(size=(4, N, d))
 
 
+def tangents(Q, K, V):
+    return np.cos(3 * Q), np.sin(K), np.cos(V)
+
+
 def run_all(Q, K, V, dO, M, block_mask=None, *, dropout_rate=0.0, R=(0, 0, 0, 0), **options):
     """Run every algorithm that supports the problem. With a block mask these are the block-sparse ones."""
     runs, N_options = {}, {"dropout_rate": dropout_rate, **options}
@@ -42,6 +46,7 @@ def run_all(Q, K, V, dO, M, block_mask=None, *, dropout_rate=0.0, R=(0, 0, 0, 0)
     runs["kernel_forward"] = io_model.kernel_forward(Q, K, V, R, M, **N_options)
     runs["algorithm_4"] = io_model.algorithm_4(Q, K, V, O, dO, l, m, R, M, **N_options)
     runs["kernel_backward"] = io_model.kernel_backward(Q, K, V, O, dO, l, m, R, M, **N_options)
+    runs["kernel_tangent"] = io_model.kernel_tangent(Q, K, V, O, *tangents(Q, K, V), l, m, R, M, **N_options)
     if not options and not dropout_rate:
         runs["algorithm_0"] = io_model.algorithm_0(Q, K, V, M)
         runs["algorithm_1"] = io_model.algorithm_1(Q, K, V, M)
@@ -51,8 +56,14 @@ def run_all(Q, K, V, dO, M, block_mask=None, *, dropout_rate=0.0, R=(0, 0, 0, 0)
 
 def check(runs, expected, tolerance=1e-11):
     """Compare with `expected`, which holds O, logsumexp, dQ, dK and dV."""
-    O, logsumexp, *gradients = expected
+    O, logsumexp, *gradients, dO, dlogsumexp = expected
     for name, run in runs.items():
+        if name == "kernel_tangent":
+            l = runs["kernel_forward"].outputs[1]
+            got = run.outputs[0], (run.outputs[1] / np.where(l == 0, 1, l))[:, 0]
+            for x, tangent in zip(got, (dO, dlogsumexp), strict=True):
+                np.testing.assert_allclose(x, tangent, atol=tolerance, rtol=tolerance, err_msg=name)
+            continue
         if name in FORWARD:
             np.testing.assert_allclose(run.outputs[0], O, atol=tolerance, rtol=tolerance, err_msg=name)
         else:
@@ -80,7 +91,21 @@ def oracle(Q, K, V, dO, scale=1.0, allowed=None, dropout_rate=0.0, key=None):
         results["o"][0, :, 0],
         results["logsumexp"][0, 0],
         *(results[x][0, :, 0] for x in ("query", "key", "value")),
+        *tangent_oracle(Q, K, V, scale, allowed, dropout_rate, key),
     ]
+
+
+def tangent_oracle(Q, K, V, scale, allowed, dropout_rate, key):
+    """Return the tangents of O and the logsumexp: imaginary parts at a point that is moved by an imaginary step."""
+    step, N = 1e-100, len(Q)
+    Q, K, V = (x + 1j * step * dx for x, dx in zip((Q, K, V), tangents(Q, K, V), strict=True))
+    S = scale * (Q @ K.T)
+    m = S.real.max(axis=1, keepdims=True)
+    P = np.exp(S - m) * (1 if allowed is None else allowed)
+    l = P.sum(axis=1, keepdims=True)
+    R = io_model.generator_state(key) if dropout_rate else np.zeros(4, np.uint32)
+    O = (P * flash.dropout_mask(R, dropout_rate, slice(0, N), slice(0, N))) @ V / np.where(l == 0, 1, l)
+    return O.imag / step, np.log(np.where(l == 0, 1, l))[:, 0].imag / step
 
 
 def library(Q, K, V, dO, scale, allowed, dropout_rate, key, implementation):
@@ -99,8 +124,10 @@ def library(Q, K, V, dO, scale, allowed, dropout_rate, key, implementation):
         return o[0, :, 0], statistics.logsumexp[0, 0]
 
     with jax.enable_x64(True):
-        (o, logsumexp), pull = jax.vjp(attend, *(jnp.asarray(x) for x in (Q, K, V)))
-        return [np.asarray(x) for x in (o, logsumexp, *pull((jnp.asarray(dO), jnp.zeros_like(logsumexp))))]
+        arrays = [jnp.asarray(x) for x in (Q, K, V)]
+        (o, logsumexp), pull = jax.vjp(attend, *arrays)
+        along = jax.jvp(attend, arrays, [jnp.asarray(x) for x in tangents(Q, K, V)])[1]
+        return [np.asarray(x) for x in (o, logsumexp, *pull((jnp.asarray(dO), jnp.zeros_like(logsumexp))), *along)]
 
 
 @st.composite
@@ -178,7 +205,7 @@ def test_results_and_counts(problem, seed):
         reads, writes = run.hbm.reads, run.hbm.writes
         assert (reads, writes) == io_model.reads_and_writes(name, N, d, M), name
         assert hbm_accesses(name, N, d, M) == reads + writes
-        results = N * d * (1 if name in FORWARD else 3)
+        results = N * d * (1 if name in (*FORWARD, "kernel_tangent") else 3)
         assert run.hbm.allocated - results == io_model.extra_memory(name, N), name
         assert not any(np.isnan(x).any() for x in run.hbm.arrays.values()), "some elements were never written"
 
@@ -199,7 +226,7 @@ def test_scale_mask_and_dropout(problem, dropout_rate, seed, is_causal):
     key = jax.random.PRNGKey(seed)
     options = {"scale": 0.3, "mask": mask, "dropout_rate": dropout_rate, "R": io_model.generator_state(key)}
     runs = run_all(Q, K, V, dO, M, **options)
-    assert set(runs) == {"algorithm_2", "algorithm_4", "kernel_forward", "kernel_backward"}
+    assert set(runs) == {"algorithm_2", "algorithm_4", "kernel_forward", "kernel_backward", "kernel_tangent"}
     check(runs, oracle(Q, K, V, dO, 0.3, allowed, dropout_rate, np.asarray(key)))
     for name, run in runs.items():
         assert (run.hbm.reads, run.hbm.writes) == io_model.reads_and_writes(name, N, d, M), "masks are not read"
@@ -263,7 +290,7 @@ def test_sram_holds_a_constant_times_m(d, M):
     peaks = {name: run.sram.peak / M for name, run in run_all(*inputs(40, d), M).items()}
     assert peaks["algorithm_0"] <= io_model.STANDARD_SRAM and peaks["algorithm_3"] <= io_model.STANDARD_SRAM
     assert max(peaks[name] for name in FORWARD[1:] if name in peaks) <= io_model.FORWARD_SRAM
-    assert max(peaks["algorithm_4"], peaks["kernel_backward"]) <= io_model.BACKWARD_SRAM
+    assert max(peaks["algorithm_4"], peaks["kernel_backward"], peaks["kernel_tangent"]) <= io_model.BACKWARD_SRAM
     if M == 8:  # the worst case: the constants are as small as possible
         assert peaks["algorithm_0"] > io_model.STANDARD_SRAM - 1
         assert peaks["algorithm_2"] > io_model.FORWARD_SRAM - 1
@@ -289,6 +316,7 @@ def test_oversized_blocks_are_refused(monkeypatch):
         lambda: io_model.algorithm_4(Q, K, V, O, dO, l, m, R, 64),
         lambda: io_model.kernel_forward(Q, K, V, R, 64),
         lambda: io_model.kernel_backward(Q, K, V, O, dO, l, m, R, 64),
+        lambda: io_model.kernel_tangent(Q, K, V, O, Q, K, V, l, m, R, 64),
     ):
         with pytest.raises(MemoryError, match="SRAM of"):
             run()
@@ -330,6 +358,9 @@ def test_flops(N, d, M):
         "algorithm_4": lambda: io_model.algorithm_4(Q, K, V, O, dO, l, m, R, M),
         "block_sparse_backward": lambda: io_model.block_sparse_backward(Q, K, V, O, dO, l, m, R, M, block_mask),
         "kernel_backward": lambda: io_model.kernel_backward(Q, K, V, O, dO, l, m, R, M),
+        "kernel_tangent": lambda: io_model.kernel_tangent(
+            Q, K, V, O, *(x.view(Counting) for x in tangents(Q, K, V)), l, m, R, M
+        ),
     }
     assert set(calls) == set(io_model.ALGORITHMS)
     for name, call in calls.items():
@@ -394,6 +425,7 @@ def test_too_little_sram_is_refused():
         lambda: io_model.algorithm_4(Q, K, V, O, dO, l, m, R, 7),
         lambda: io_model.kernel_forward(Q, K, V, R, 7),
         lambda: io_model.kernel_backward(Q, K, V, O, dO, l, m, R, 7),
+        lambda: io_model.kernel_tangent(Q, K, V, O, Q, K, V, l, m, R, 7),
     ):
         with pytest.raises(ValueError, match="d = 8, M = 7"):
             run()
@@ -412,6 +444,7 @@ def test_matrices_of_different_shapes_are_refused():
             lambda K: io_model.algorithm_4(Q, K, V, O, dO, l, m, R, 64),
             lambda K: io_model.kernel_forward(Q, K, V, R, 64),
             lambda K: io_model.kernel_backward(Q, K, V, O, dO, l, m, R, 64),
+            lambda K: io_model.kernel_tangent(Q, K, V, O, Q, K, V, l, m, R, 64),
         ):
             with pytest.raises(ValueError, match=r"must all be \[N, d\] with N positive, not \(64, 8\), "):
                 run(other)

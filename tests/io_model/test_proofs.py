@@ -87,8 +87,11 @@ def test_invariant_of_algorithms_2_and_5(mask, dropout_rate):
 
 
 def inputs_and_outputs(algorithm):
-    """Return the number of matrices [N, d] read and written: Q, K, V, O, or Q, K, V, dO, dQ, dK, dV."""
-    return 4 if algorithm in FORWARD else 7
+    """Return the number of matrices [N, d] read and written.
+
+    A forward has Q, K, V and O, a backward Q, K, V, dO, dQ, dK and dV, and a tangent all of these.
+    """
+    return 8 if algorithm == "kernel_tangent" else 4 if algorithm in FORWARD else 7
 
 
 def test_every_input_must_be_read():
@@ -108,14 +111,14 @@ def test_accesses_at_m_of_nd(algorithm):
     for N, d in itertools.product((256, 1000, 65536), (8, 64, 100, 256)):
         M = N * d
         reads, writes = io_model.reads_and_writes(algorithm, N, d, M)
-        outputs = 1 if algorithm in FORWARD else 3
+        outputs = 1 if algorithm in (*FORWARD, "kernel_tangent") else 3
         assert writes >= outputs * N * d
         assert reads >= (inputs_and_outputs(algorithm) - outputs) * N * d
         assert (reads + writes) / (N**2 * d**2 / M) >= inputs_and_outputs(algorithm)
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["algorithm_1", "algorithm_2", "kernel_forward", "algorithm_4", "kernel_backward"]
+    "algorithm", ["algorithm_1", "algorithm_2", "kernel_forward", "algorithm_4", "kernel_backward", "kernel_tangent"]
 )
 def test_flash_attention_is_within_a_constant_of_the_bound(algorithm):
     """Accesses are at most five times inputs and outputs for M = Nd, and within a constant of N²d²/M for every M."""

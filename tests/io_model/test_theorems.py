@@ -196,6 +196,7 @@ def test_documentation_examples(capsys):
         "block_sparse_backward",
         "algorithm_0",
         "algorithm_3",
+        "kernel_tangent",
     ):
         low, high = io_model.CONSTANTS[algorithm]
         assert re.search(rf"\b{low} (and|to) {high}\b", DOCUMENT), algorithm

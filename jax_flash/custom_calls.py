@@ -368,7 +368,9 @@ _platforms.multiple_results = True
 
 
 def _on_each_platform(call: Call, arrays: tuple[jax.Array, ...]) -> Results:
-    return tuple(_platforms.bind(*arrays, call=call, jaxpr=_ffi_call.trace(*arrays, call=call).jaxpr))
+    without_text = call.moving and refusal(call.problem, "cpu", call.moving)
+    function = _plain_call if without_text else _ffi_call
+    return tuple(_platforms.bind(*arrays, call=call, jaxpr=function.trace(*arrays, call=call).jaxpr))
 
 
 def _ffi_primitive(target: str) -> Primitive:
@@ -408,6 +410,7 @@ def _ffi_call(*arrays: jax.Array, call: Call, scratch_bytes: int = 0, gpu: bool 
     return varying_alike(tuple(x.astype(types[name].dtype) for name, x in results.items()), arrays)
 
 
+@functools.partial(jax.jit, static_argnames="call")
 def _plain_call(*arrays: jax.Array, call: Call) -> Results:
     return plain(call, dict(zip(call.arrays, arrays, strict=True)))
 

@@ -80,8 +80,8 @@ class Code:
     # --- leaves ---
 
     def input(self, name: str) -> Value:
-        """Return the input of this name: score, cotangent, batch, head, query or key."""
-        if name in ("score", "cotangent"):
+        """Return the input of this name: score, cotangent, tangent, batch, head, query or key."""
+        if name in ("score", "cotangent", "tangent"):
             return self._add("f", name)
         size = self._sizes[name]
         return self._add("i", name, known=ANYTHING if size is None else Range(0, max(size - 1, 0)))

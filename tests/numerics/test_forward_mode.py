@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from block_masks import sparse
-from cases import DIFFERENTIATED, Case, differentiable, upcast
+from cases import DIFFERENTIATED, FEATURES, Case, differentiable, upcast
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from programs import MASKS, SCORES, captured, functions, score_and_mask, undefined_where_masked
 
 import jax_flash
 from jax_flash import blockwise, custom_calls, derivatives
@@ -117,6 +118,103 @@ def test_constant_tangent_of_the_scores(block, monkeypatch):
     rounding = 2.0**16 * 2.0**-24
     np.testing.assert_allclose(results[0][1][0], results[1][1][0], atol=4 * rounding)
     np.testing.assert_allclose(results[0][1][1] + 2.0**16, results[1][1][1], atol=4 * rounding)
+
+
+LONG = [
+    Case(B=1, T=101, S=530, N=2, K=1, D=8, E=16, window=(70, 9), traced=True, sinks=1.0, dropout=0.1),
+    Case(B=1, T=101, S=530, N=2, K=2, D=8, E=8, bias="1n1s", soft_cap=2.0, lengths=True),
+]
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("case", [*FEATURES, *LONG], ids=str)
+def test_features(case):
+    """Every feature, and several tiles of rows and keys, with the kernels of the platform."""
+    arrays = case.arrays("float64")
+    results, expected = (jvp(case, x, arrays, all_tangents(arrays)) for x in ("flash", "reference"))
+    dlogsumexp = jnp.where(jnp.isfinite(expected[0][1]), expected[1][1], 0)
+    np.testing.assert_allclose(results[1][0], expected[1][0], atol=1e-11)
+    np.testing.assert_allclose(results[1][1], dlogsumexp, atol=1e-11)
+
+
+def with_mods(case, mods, implementation):
+    """Return a function of the arrays that have tangents, and these arrays: floats, with the captured ones."""
+    arrays = case.arrays("float64") | captured(mods, "float64")
+    moving = {name: x for name, x in arrays.items() if x.dtype.kind == "f"}
+
+    def attention(moved):
+        given = jax.tree.map(jnp.asarray, arrays | moved)
+        options = {name: x for name, x in given.items() if " " not in name} | functions(mods, given)
+        return jax_flash.dot_product_attention(
+            **options, **case.options, return_residual=True, implementation=implementation
+        )
+
+    return attention, moving
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("moves_captured", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [*SCORES, *MASKS, score_and_mask, undefined_where_masked],
+    ids=lambda make: make.__name__,
+)
+def test_score_programs(make, moves_captured):
+    """Programs with tangents of the arrays that they capture, and without."""
+    case = Case(B=2, T=19, S=21, N=4, K=2, D=8, E=8, causal=True)
+    mods = make(case)
+    mods = mods if type(mods) is tuple else (mods,)
+    results = []
+    for implementation in ("flash", "reference"):
+        attention, moving = with_mods(case, mods, implementation)
+        at = {name: x for name, x in moving.items() if moves_captured or " " not in name}
+        tangents = {name: np.asarray(along(x)) for name, x in at.items()}
+        results.append(jax.jit(lambda at, to, f=attention: jax.jvp(f, (at,), (to,)))(at, tangents))
+    (o, _), (do, dlogsumexp) = results[1]
+    np.testing.assert_allclose(results[0][0][0], o, atol=1e-10)
+    np.testing.assert_allclose(results[0][1][0], do, atol=1e-10)
+    np.testing.assert_allclose(results[0][1][1], jnp.where(jnp.isfinite(dlogsumexp), dlogsumexp, 0), atol=1e-10)
+
+
+def test_varlen():
+    ends = np.array([0, 7, 7, 30, 40])
+    q, k, v = (np.asarray(x) for x in jax.random.normal(jax.random.key(0), (3, 40, 2, 8)))
+
+    def attention(implementation, *arrays):
+        return jax_flash.varlen_attention(*arrays, ends, is_causal=True, implementation=implementation)
+
+    tangents = tuple(map(along, (q, k, v)))
+    results = [jax.jvp(functools.partial(attention, x), (q, k, v), tangents)[1] for x in ("flash", "reference")]
+    np.testing.assert_allclose(*results, atol=1e-5)
+
+
+def test_pages_are_refused():
+    q, pages = jnp.ones((1, 1, 2, 8)), jnp.ones((2, 8, 2, 8))
+    table, lengths = jnp.zeros((1, 2), jnp.int32), jnp.array([9])
+    with pytest.raises(NotImplementedError, match="paged_attention has no gradient"):
+        jax.jvp(lambda q: jax_flash.paged_attention(q, pages, pages, table, lengths), (q,), (q,))
+
+
+def test_a_program_without_code_for_its_tangent_is_plain_jax():
+    """It warns once, and names the score_mod: the captured arrays and their tangents are too many."""
+    weights, order = [jnp.array([0.1, 0.2]) * i for i in range(16)], jnp.array([4, 2, 0, 1, 3])
+    q = jnp.cos(jnp.arange(2.0 * 5 * 8)).reshape(1, 5, 2, 8) / 3
+
+    def attention(implementation, q, weights):
+        mods = {
+            "score_mod": lambda s, b, h, q, k: s * sum(x[h] for x in weights),
+            "mask_mod": lambda b, h, q, k: order[k] < 4,
+        }
+        return jax_flash.dot_product_attention(q, q, q, **mods, implementation=implementation)
+
+    def tangent(implementation):
+        f = functools.partial(attention, implementation)
+        return jax.jvp(f, (q, weights), (q, weights))[1]
+
+    with pytest.warns(UserWarning, match="plain JAX, which is slower: score_mod") as warned:
+        result = tangent("flash")
+    assert len(warned) == 1
+    np.testing.assert_allclose(result, tangent("reference"), atol=1e-5)
 
 
 def test_padding_is_inert():
@@ -259,6 +357,37 @@ def test_sharded_sequence(layout):
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-12), results, expected)
     linear = [jax.linearize(f, *at)[1](*to) for f in (divided, whole)]
     np.testing.assert_allclose(*linear, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(T=48, S=48, N=2, K=1, causal=True, bias="11ts", sinks=1.0),
+        Case(T=64, S=64, N=2, K=1, window=(9, 4), dropout=0.2, lengths=True, segments=True),
+        Case(B=1, T=32, S=32, N=8, K=8),  # heads instead of rows
+    ],
+    ids=str,
+)
+def test_sharded_sequence_under_jit(case, kind):
+    """The rows of a sequence over four devices."""
+    arrays = case.arrays()
+    tangents = all_tangents(arrays)
+    expected = jvp(case, "reference", arrays, tangents)
+    mesh = jax.make_mesh((4,), ("seq",), (kind,), devices=jax.devices("cpu")[:4])
+
+    def placed(name, x):
+        place = P(None, "seq") if name in ("query", "key", "value") or "segment" in name else P()
+        return jax.device_put(x, NamedSharding(mesh, place))
+
+    with jax.set_mesh(mesh):
+        arrays, tangents = ({name: placed(name, x) for name, x in given.items()} for given in (arrays, tangents))
+        results = jvp(case, None, arrays, tangents)
+    assert results[1][0].sharding.spec[1] == "seq"
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), results[0][0], expected[0][0])
+    np.testing.assert_allclose(results[1][0], expected[1][0], atol=2e-5)
+    finite = jnp.isfinite(expected[0][1])
+    np.testing.assert_allclose(results[1][1], jnp.where(finite, expected[1][1], 0), atol=2e-5)
 
 
 # --- executed calls ---------------------------------------------------------------------------------------------------

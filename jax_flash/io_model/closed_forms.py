@@ -174,7 +174,8 @@ def theta(algorithm: Algorithm, N: int, d: int, M: int, sparsity: float = 1) -> 
 #
 # FlashAttention, with x = N²d²/M >= Nd. B_c <= M/d gives T_c Nd >= x, and B_c >= M/4d gives T_c Nd < 4x + Nd <= 5x. The
 # table above, with ℓ, m, L and D at most 1/8 of a matrix each, is at least a T_c Nd and at most a' T_c Nd + b' Nd:
-# (a, a', b') = (3, 3.5, 3.4) for 1 and 2, (5, 5.25, 7.1) for 4, (2, 2, 2.4), (4, 4.25, 7.6) and (4, 4, 4.5) for the kernels' order.
+# (a, a', b') = (3, 3.5, 3.4) for 1 and 2, (5, 5.25, 7.1) for 4, and for the kernels' order (2, 2, 2.4), (4, 4.25, 7.6)
+# and (4, 4, 4.5).
 # So c = a and C = 5a' + b', and block-sparse C = max(4a', a' + b').
 #
 # Standard attention. A tile has at most M elements. So a product [N, d] [d, N] or [N, N] [N, d] reads at least 2N²d/√M,

@@ -5,7 +5,7 @@
 * O_i is divided by ℓ_i once, at the end. This changes no accesses and saves work.
 * The backward keeps K_j and V_j as in Algorithm 4. It computes D = rowsum(dO ∘ O) once in advance, so O is not read in
   every pass. L = m + log ℓ replaces m and ℓ. dK and dV are not initialised in HBM.
-* The tangent (forward mode) has the loops of the forward. The kernels also subtract a reference from Ṡ, which changes no
+* The tangent (forward mode) has the loops of the forward. The kernels also subtract a reference from Ṡ. This changes no
   accesses.
 """
 

@@ -11,7 +11,8 @@ median time. FLOPs are counted as in the FlashAttention papers (half if causal).
 
 --features measures calls with a mask, a bias or a soft cap relative to the plain call. (A causal mask given as an array
 is relative to `is_causal`.) Forward and backward are separate, in float32 and bfloat16. In "dbias", the backward also
-computes the gradient of the bias. It is still relative to the plain backward.
+computes the gradient of the bias. It is still relative to the plain backward. "with its
+tangent" is the forward and its tangent (jax.jvp).
 """
 
 import argparse
@@ -208,6 +209,7 @@ def measure_features(dims: list[int], seconds: float, output: pathlib.Path) -> N
             calls["forward"][name], calls["backward"][name] = feature_calls(arrays, options, differentiated=sinks)
             if "bias" in options:
                 _, calls["backward"]["dbias, " + name] = feature_calls(arrays, options, differentiated=("bias",))
+        calls["forward"]["with its tangent"] = tangent_call(arrays)
         for pass_, by_name in calls.items():
             times = measure.interleave(by_name, seconds, rounds=7)
             for name, samples in times.items():
@@ -220,6 +222,14 @@ def measure_features(dims: list[int], seconds: float, output: pathlib.Path) -> N
     measure.save(output, {"environment": environment, "heads": HEADS, "length": FEATURE_LENGTH, "rows": rows})
     show_features(rows)
     print(f"Written: {output}")
+
+
+def tangent_call(arrays: list[jax.Array]) -> Callable[[], object]:
+    """The forward and its tangent, along tangents of q, k and v."""
+    q, k, v, _ = arrays
+    attend = functools.partial(jax_flash.dot_product_attention, implementation="flash")
+    call = jax.jit(lambda at, along: jax.jvp(attend, at, along))
+    return lambda: call((q, k, v), (v, q, k))
 
 
 def show_features(rows: list[dict[str, Any]]) -> None:

@@ -98,6 +98,15 @@ def test_vision_transformer_of_odd_length(tmp_path):
     assert float(output.split("materialised attention: ")[1].split()[0]) < 1e-4
 
 
+def test_mean_flow(tmp_path):
+    """A loss with a tangent through attention has the value and the gradients of materialised attention."""
+    sizes = ["--image", 8, "--patch", 2, "--batch", 8, "--steps", 30, "--layers", 1, "--width", 16, "--heads", 2]
+    output = run_and_check_picture(tmp_path, "mean_flow.py", *sizes)
+    losses = [float(line.split("loss ")[1].split(",")[0]) for line in output.splitlines() if line.startswith("step ")]
+    assert losses[-1] < losses[0]
+    assert float(output.split("materialised attention: ")[1]) < 1e-4
+
+
 @pytest.mark.parametrize("mesh", [(), ("--mesh", 2, 2, 2)], ids=["sequence", "batch, sequence and heads"])
 def test_long_sequence_over_several_devices(tmp_path, mesh):
     """Training on one device and on eight gives the same losses."""

@@ -322,7 +322,7 @@ def _plain_product(pattern: Pattern, transposed: bool, x: jax.Array, blocks: jax
     def add(total: jax.Array, entries: tuple[jax.Array, jax.Array]) -> jax.Array:
         block, source = entries
         equation = "tpnj,pnkj->ptk" if transposed else "tpnj,pnjk->ptk"
-        return total + jnp.einsum(equation, inputs[:, source], blocks[block], preferred_element_type=total.dtype)
+        return total + _wide_einsum(equation, inputs[:, source], blocks[block])
 
     totals = []
     for length in np.unique(count):
@@ -340,16 +340,20 @@ def _plain_gradient(pattern: Pattern, x: jax.Array, dy: jax.Array) -> jax.Array:
     """Compute the gradient of the blocks by XLA's batched products, for as many blocks at a time as a side has."""
     a, b = pattern.block
     inputs, cotangents = x.reshape(x.shape[0], -1, a), dy.reshape(x.shape[0], -1, b)
-    dtype = _accumulation_dtype(x)
 
     def add(total: jax.Array, entries: tuple[jax.Array, ...]) -> jax.Array:
         number, row, column = entries
-        sides = inputs[:, row], cotangents[:, column]
-        return total.at[number].set(jnp.einsum("tki,tkj->kij", *sides, preferred_element_type=dtype).astype(x.dtype))
+        gradient = _wide_einsum("tki,tkj->kij", inputs[:, row], cotangents[:, column])
+        return total.at[number].set(gradient.astype(x.dtype))
 
     places = np.arange(pattern.count, dtype=np.int32), *pattern.rows_and_columns
     zeros = jnp.zeros((pattern.count, a, b), x.dtype)
     return _in_chunks(add, zeros, places, max(pattern.grid), x)
+
+
+def _wide_einsum(equation: str, *arrays: jax.Array) -> jax.Array:
+    """Return a product in the dtype of sums. XLA's CPU kernels do not multiply 16-bit arrays with float32 sums."""
+    return jnp.einsum(equation, *(x.astype(_accumulation_dtype(x)) for x in arrays))
 
 
 def _in_chunks(

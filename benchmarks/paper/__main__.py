@@ -40,6 +40,7 @@ SECTIONS = (  # modules of `sections`, in the paper's order
     "lra_accuracy",
     "pathfinder",
     "pathfinder_discs",
+    "sparse_mlp",
 )
 PARENTS = ("gpt2_counters", "memory")  # sections with child processes that need the GPU's memory
 PACKAGES = ["jax-flash", "jax", "jaxlib", "nvidia-cudnn-cu13", "nvidia-cuda-nvrtc"]

@@ -11,6 +11,7 @@ from flax import nnx
 
 import jax_flash
 from jax_flash import BlockMask, patterns
+from jax_flash.nnx import BlockSparseDense
 
 from .attentions import apply_dropout, standard
 
@@ -34,6 +35,7 @@ class Config:
     dropout: float = 0.1
     rotary: bool = False  # rotary positions instead of learned ones
     attention: Attention = "flash"
+    mlp_block: int = 0  # side of the blocks of sparse perceptrons; 0: dense ones
     tile: tuple[int, int] = (1, 1)  # an image's tokens are ordered by tiles of (rows, columns); by default row by row
     reach: int = 0  # block-sparse attention also keeps tiles within this distance in pixels; a tile is a block
 
@@ -106,10 +108,16 @@ class Block(nnx.Module):
         def linear(inputs: int, outputs: int) -> nnx.Linear:
             return nnx.Linear(inputs, outputs, dtype=jnp.bfloat16, rngs=rngs)
 
+        def sparse(inputs: int, outputs: int) -> BlockSparseDense:
+            block = config.mlp_block
+            mask = patterns.butterfly(inputs, outputs, global_blocks=1, q_block=block, kv_block=block)
+            return BlockSparseDense(inputs, outputs, mask, dtype=jnp.bfloat16, rngs=rngs)
+
         self.attention_norm = nnx.LayerNorm(config.width, dtype=jnp.bfloat16, rngs=rngs)
         self.qkv, self.out = linear(config.width, 3 * config.width), linear(config.width, config.width)
         self.mlp_norm = nnx.LayerNorm(config.width, dtype=jnp.bfloat16, rngs=rngs)
-        self.up, self.down = linear(config.width, config.hidden), linear(config.hidden, config.width)
+        perceptron = sparse if config.mlp_block else linear
+        self.up, self.down = perceptron(config.width, config.hidden), perceptron(config.hidden, config.width)
 
     def __call__(self, x: jax.Array, lengths: jax.Array | None, key: jax.Array | None) -> jax.Array:
         keys = (None, None, None) if key is None else jax.random.split(key, 3)

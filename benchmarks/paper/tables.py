@@ -414,6 +414,20 @@ def text_of(results: Results) -> str:
     return f"The text has {trained} MB to train on, and {held_out} MB are held out."
 
 
+@shows("paper_sparse_mlp")
+def paper_sparse_mlp(results: Results) -> str:
+    def line(model: str) -> list[str]:
+        rows = [row for row in results["rows"] if row["model"] == model]
+        loss, speed = (results[f"{field}_of"][model] for field in ("held_out", "tokens_per_second"))
+        parameters = f"{rows[0]['parameters'] / 1e6:.0f} million"
+        rate = f"{speed['mean'] / 1e3:.0f} ({speed['spread'] / 1e3:.1f})"
+        return [model, parameters, rate, f"{loss['mean']:.4f} ({loss['spread']:.4f})"]
+
+    models = dict.fromkeys(row["model"] for row in results["rows"])
+    head = ["mean (spread) of the seeds", "parameters", "1000 tokens/s", "held-out loss, nats per byte"]
+    return table(head, map(line, models))
+
+
 @shows("paper_gpt2_context")
 def paper_gpt2_context(results: Results) -> str:
     rows, difference = results["rows"], results["difference"]

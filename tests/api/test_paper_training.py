@@ -19,7 +19,7 @@ nnx = pytest.importorskip("flax.nnx")
 
 ROOT = pathlib.Path(__file__).parents[2]
 SIDES = (32, 64, 128, 256)
-SECTIONS = ("gpt2_small", "gpt2_curves", "gpt2_context", "bert", "lra_speed", "lra_accuracy", "pathfinder")
+SECTIONS = "gpt2_small gpt2_curves gpt2_context bert lra_speed lra_accuracy pathfinder sparse_mlp".split()
 
 
 @pytest.fixture

@@ -1,15 +1,14 @@
 // The tile sizes of the Hopper forward, and the division of a tile of S among consumer warpgroups.
 #pragma once
 
-#include "semantics/mask.cuh"
+#include "hopper/row_tiles.cuh"
 
 namespace jax_flash::hopper::forward {
 
 static_assert(kTiling.family == Family::kHopper);
-static_assert(!kMask);                                     // a mask operand has been converted to a block mask
-constexpr int kRows = kTiling.rows, kKeys = kTiling.cols;  // of q tiles and kv tiles
-constexpr int kStages = kTiling.stages;                    // tiles of K, and of V, in flight
-constexpr int kConsumers = kTiling.groups;                 // warpgroups
+static_assert(!kMask);                      // a mask operand has been converted to a block mask
+constexpr int kStages = kTiling.stages;     // tiles of K, and of V, in flight
+constexpr int kConsumers = kTiling.groups;  // warpgroups
 constexpr int kThreads = kWarpgroup * (kConsumers + 1);
 
 constexpr int kRowGroups = kRows / 64, kKeyGroups = kConsumers / kRowGroups;

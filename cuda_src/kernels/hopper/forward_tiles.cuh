@@ -4,9 +4,9 @@
 #include "hopper/bias_tiles.cuh"
 #include "hopper/cleared_rows.cuh"
 #include "hopper/forward_tuning.cuh"
+#include "hopper/row_tiles.cuh"
 #include "hopper/shared_tile.cuh"
 #include "ptx/warp.cuh"
-#include "scheduler/lists.cuh"
 
 namespace jax_flash::hopper::forward {
 
@@ -41,28 +41,10 @@ static_assert(!kOInQ || kVBoxes <= kQKBoxes);
 // overlap well without turns.
 constexpr bool kWarpgroupRanges = (kCausal || kLocal) && !kListed && kRowGroups == 4;
 
-// A tile of O, and the kv tiles that it sees. With a block mask, `visible` counts keys instead of tiles.
-struct QTile {
-  int row, head, batch;
-  Visible visible;
-};
-
 // The number of kv tiles that a warpgroup skips because only other warpgroups' rows see them: on the right, before its
 // first tile, and on the left, after its last tile.
 struct SkippedTiles {
   int before, after;
-};
-
-// With a block mask: the next kv tile.
-struct ListedTile {
-  int word = -1;  // 8 j + 4 inside + 2 masked + last; < 0: no tile
-  int elements;   // ElementsOf the tile's block
-
-  __device__ __forceinline__ bool Exists() const { return word >= 0; }
-  __device__ __forceinline__ int J() const { return word >> 3; }
-  __device__ __forceinline__ bool Inside() const { return word & 4; }
-  __device__ __forceinline__ bool Masked() const { return word & 2; }
-  __device__ __forceinline__ bool Last() const { return word & 1; }
 };
 
 struct Shared {

@@ -42,15 +42,18 @@ Problem Decoded(std::string_view text) {
   return problem;
 }
 
-Pass PassOf(bool backward) { return backward ? Pass::kBackward : Pass::kForward; }
+// The pass of a problem. Only the problem of a tangent has operands with tangents.
+Pass PassOf(const Problem& problem, bool backward) {
+  return problem.tangent() ? Pass::kTangent : backward ? Pass::kBackward : Pass::kForward;
+}
 
 // The plan with its first tiles, or with those that the compiler has enough registers for.
 jax_flash::Plan PlanOf(std::string_view text, bool backward, const Target& target, const std::string& arch,
                        bool compiled) {
   const Problem problem = Decoded(text);
-  if (!compiled) return MakePlan(problem, PassOf(backward), target);
+  if (!compiled) return MakePlan(problem, PassOf(problem, backward), target);
   const nb::gil_scoped_release release;
-  return CompiledPlan(problem, PassOf(backward), target, arch);
+  return CompiledPlan(problem, PassOf(problem, backward), target, arch);
 }
 
 }  // namespace
@@ -77,6 +80,7 @@ NB_MODULE(_native, module) {
         cpu["jax_flash_tangent"] = nb::capsule(jax_flash::CpuTangentHandler());
         cuda["jax_flash_forward"] = Stages(jax_flash::CudaForwardHandlers());
         cuda["jax_flash_backward"] = Stages(jax_flash::CudaBackwardHandlers());
+        cuda["jax_flash_tangent"] = Stages(jax_flash::CudaTangentHandlers());
         platforms["cpu"] = cpu;
         platforms["CUDA"] = cuda;
         return platforms;
@@ -143,7 +147,8 @@ NB_MODULE(_native, module) {
       "cuda_scratch_bytes",
       [](std::string_view problem, bool backward, bool anywhere) {
         const std::vector<Target> targets = anywhere ? std::vector<Target>() : jax_flash::LocalTargets();
-        return jax_flash::ScratchBytes(Decoded(problem), PassOf(backward), targets);
+        const Problem p = Decoded(problem);
+        return jax_flash::ScratchBytes(p, PassOf(p, backward), targets);
       },
       nb::arg("problem"), nb::arg("backward"), nb::arg("anywhere"),
       "The size of a call's last result on a GPU; it has none if it is 0. It does for the GPUs of this process, or, if "
@@ -170,7 +175,8 @@ NB_MODULE(_native, module) {
       [](std::string_view problem, bool backward, const std::string& arch, int multiprocessors, bool compiled) {
         const Target target = jax_flash::TargetOf(arch, multiprocessors);
         const jax_flash::Plan plan = PlanOf(problem, backward, target, arch, compiled);
-        const int64_t scratch_bytes = ScratchBytes(Decoded(problem), PassOf(backward), {target});
+        const Problem p = Decoded(problem);
+        const int64_t scratch_bytes = ScratchBytes(p, PassOf(p, backward), {target});
         return std::tuple(target.multiprocessors, scratch_bytes, plan.reasons);
       },
       nb::arg("problem"), nb::arg("backward"), nb::arg("arch"), nb::arg("multiprocessors") = 0,
@@ -199,9 +205,10 @@ NB_MODULE(_native, module) {
   module.def(
       "cuda_cache",
       [](std::string_view problem, bool backward, const std::string& arch) {
+        const Problem p = Decoded(problem);
         bool kept = true;
         for (const Target& target : jax_flash::TargetsOf(arch)) {
-          const std::vector<Unit> units = UnitsOf(CompiledPlan(Decoded(problem), PassOf(backward), target, arch));
+          const std::vector<Unit> units = UnitsOf(CompiledPlan(p, PassOf(p, backward), target, arch));
           kept &= std::all_of(units.begin(), units.end(), [&](const Unit& unit) { return IsKept(unit, arch); });
         }
         return kept;

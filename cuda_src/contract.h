@@ -91,7 +91,13 @@ JAX_FLASH_STATIC_HOST_DEVICE constexpr SoftCap SoftCapOf(double cap) {
   FIELD(bool, dlogsumexp, backward&& p.dlogsumexp)                                \
   FIELD(bool, dq, main&& SumsDQ(p)) /* summed in f32 */                           \
   FIELD(bool, dk, main&& p.dk)                                                    \
-  FIELD(bool, dv, main&& p.dv)
+  FIELD(bool, dv, main&& p.dv)                                                    \
+  FIELD(bool, query_tangent, tangent&& p.query_tangent)                           \
+  FIELD(bool, key_tangent, tangent&& p.key_tangent)                               \
+  FIELD(bool, value_tangent, tangent&& p.value_tangent)                           \
+  FIELD(bool, bias_tangent, tangent&& p.bias_tangent)                             \
+  FIELD(bool, sinks_tangent, tangent&& p.sinks_tangent)                           \
+  FIELD(bool, score_tangent, tangent&& p.score.score_tangent.present())
 
 // The plan's choices, FIELD(type, name).
 #define JAX_FLASH_KERNEL_TILING(FIELD)                                                                     \
@@ -254,6 +260,20 @@ struct ProgramParams : Params {
 struct SinkParams : ProgramParams {
   JAX_FLASH_SINK_PARAMS(JAX_FLASH_MEMBER)
 };
+
+// The arguments of the tangent pass.
+#define JAX_FLASH_TANGENT_PARAMS(FIELD)                                                           \
+  FIELD(const void*, query_tangent, tangents.query_tangent)                                       \
+  FIELD(const void*, key_tangent, tangents.key_tangent)                                           \
+  FIELD(const void*, value_tangent, tangents.value_tangent)                                       \
+  FIELD(Broadcast<const void>, bias_tangent, BroadcastOf(tangents.bias_tangent, p.score.bias, p)) \
+  FIELD(Broadcast<const float>, sinks_tangent,                                                    \
+        BroadcastOf(static_cast<const float*>(tangents.sinks_tangent), p.sinks, p))               \
+  FIELD(void*, o_tangent, tangent_results.o_tangent)                                              \
+  FIELD(float*, l_tangent, static_cast<float*>(tangent_results.l_tangent)) /* [batch, head, row] */
+struct TangentParams : SinkParams {
+  JAX_FLASH_TANGENT_PARAMS(JAX_FLASH_MEMBER)
+};
 #undef JAX_FLASH_MEMBER
 
 // Do the kernels read an operand (common/arrays.h)? The plan does not compile if an operand is not listed, and refuses
@@ -279,5 +299,7 @@ struct alignas(64) TensorMap {
 #define JAX_FLASH_BACKWARD_MAPS(MAP) \
   MAP(query) MAP(key) MAP(value) MAP(d_o) MAP(dk) MAP(dv) MAP(o_rows) MAP(d_o_rows) MAP(dq_rows) MAP(bias)
 #define JAX_FLASH_BACKWARD_BIAS_MAPS(MAP) MAP(query) MAP(key) MAP(value) MAP(d_o) MAP(bias) MAP(dbias)
+#define JAX_FLASH_TANGENT_MAPS(MAP) \
+  MAP(query) MAP(key) MAP(value) MAP(query_tangent) MAP(key_tangent) MAP(value_tangent)
 
 }  // namespace jax_flash

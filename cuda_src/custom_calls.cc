@@ -38,7 +38,16 @@ namespace ffi = xla::ffi;
 
 constexpr int kMaxDynamicShared = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
-const char* NameOf(Pass pass) { return pass == Pass::kForward ? "jax_flash_forward" : "jax_flash_backward"; }
+const char* NameOf(Pass pass) {
+  switch (pass) {
+    case Pass::kForward:
+      return "jax_flash_forward";
+    case Pass::kBackward:
+      return "jax_flash_backward";
+    default:
+      return "jax_flash_tangent";
+  }
+}
 
 // --- Before there are buffers ---
 
@@ -133,7 +142,7 @@ class Call {
 // Every stage finds its call by the text of its problem, so XLA stores no state for us.
 Call& CallOf(Pass pass, std::string_view text) {
   static std::shared_mutex mutex;
-  static auto& calls = *new std::array<std::map<std::string, std::unique_ptr<Call>, std::less<>>, 2>();
+  static auto& calls = *new std::array<std::map<std::string, std::unique_ptr<Call>, std::less<>>, 3>();
   auto& of_pass = calls[int(pass)];
   {
     const std::shared_lock<std::shared_mutex> lock(mutex);
@@ -177,9 +186,19 @@ struct Address {
   }
 };
 
-// The parameters of all kernels of a call. A forward has no cotangents and no gradients.
-SinkParams ParamsOf(const Problem& p, const Operands& in, const ForwardResults& forward, const Cotangents& cotangents,
-                    const BackwardResults& gradients, const Scratch& layout, void* scratch) {
+// The arrays of a call except its operands. The arrays of other passes are null.
+struct OtherArrays {
+  ForwardResults forward = {};
+  Cotangents cotangents = {};
+  BackwardResults gradients = {};
+  Tangents tangents = {};
+  TangentResults tangent_results = {};
+};
+
+// The parameters of all kernels of a call.
+TangentParams ParamsOf(const Problem& p, const Operands& in, const OtherArrays& others, const Scratch& layout,
+                       void* scratch) {
+  const auto& [forward, cotangents, gradients, tangents, tangent_results] = others;
   const auto at = [&](int64_t offset) { return Address{offset < 0 ? nullptr : static_cast<char*>(scratch) + offset}; };
   const bool made = layout.blocks >= 0;  // is the block mask computed from a mask operand?
   const Problem blocks_p = made ? WithMaskInBlocks(p) : p;
@@ -193,7 +212,7 @@ SinkParams ParamsOf(const Problem& p, const Operands& in, const ForwardResults& 
     params.captured[i] = in.captured[i];
     params.dcaptured[i] = static_cast<float*>(gradients.captured[i]);
   }
-  return {params, JAX_FLASH_SINK_PARAMS(VALUE)};
+  return {{params, JAX_FLASH_SINK_PARAMS(VALUE)}, JAX_FLASH_TANGENT_PARAMS(VALUE)};
 #undef VALUE
 }
 
@@ -204,11 +223,12 @@ void Zero(void* array, int64_t bytes, void* stream) {
   Check(CudaDriver().cuMemsetD8Async(reinterpret_cast<uint64_t>(array), 0, bytes, stream), "cuMemsetD8Async");
 }
 
-void Run(const Problem& p, const Loaded& loaded, void* stream, SinkParams& params) {
+void Run(const Problem& p, const Loaded& loaded, void* stream, TangentParams& params) {
   for (const LoadedLaunch& launch : loaded.launches) {
     ForwardMaps forward;
     BackwardMaps backward;
     BackwardBiasMaps backward_bias;
+    TangentMaps tangent;
     void* arguments[1 + sizeof(BackwardMaps) / sizeof(TensorMap)] = {&params};
     void** next = arguments + 1;
     if (launch.maps == Maps::kForward) {
@@ -229,6 +249,12 @@ void Run(const Problem& p, const Loaded& loaded, void* stream, SinkParams& param
       JAX_FLASH_BACKWARD_BIAS_MAPS(ARGUMENT)
 #undef ARGUMENT
     }
+    if (launch.maps == Maps::kTangent) {
+      tangent = TangentMapsOf(p, params, launch.tiling);
+#define ARGUMENT(name) *next++ = &tangent.name;
+      JAX_FLASH_TANGENT_MAPS(ARGUMENT)
+#undef ARGUMENT
+    }
     Zero(params.tile_counter, launch.zero_bytes, stream);
     Check(CudaDriver().cuLaunchKernel(launch.function, launch.blocks, 1, 1, launch.threads, 1, 1, launch.shared_bytes,
                                       stream, arguments, nullptr),
@@ -243,6 +269,14 @@ void CheckAligned(std::initializer_list<const void*> arrays) {
       throw std::invalid_argument("a buffer does not start at a multiple of 16 bytes");
     }
   }
+}
+
+// The results of the forward among the operands of another pass. Params has them as the forward needs them, writable.
+template <typename Given>
+ForwardResults ForwardOf(const Given& given) {
+#define WRITABLE(type, name, ...) const_cast<void*>(given.name),
+  return {JAX_FLASH_FORWARD_RESULTS(WRITABLE)};
+#undef WRITABLE
 }
 
 void ExecuteForward(const Problem& p, const Loaded& loaded, void* stream, Buffers& buffers) {
@@ -263,7 +297,7 @@ void ExecuteForward(const Problem& p, const Loaded& loaded, void* stream, Buffer
   }
   CheckAligned({operands.query, operands.key, operands.value, operands.key_pages, operands.value_pages, operands.bias,
                 operands.mask, results.o, scratch});
-  SinkParams params = ParamsOf(p, operands, results, {}, {}, loaded.scratch, scratch);
+  TangentParams params = ParamsOf(p, operands, {results}, loaded.scratch, scratch);
   Run(p, loaded, stream, params);
 }
 
@@ -288,10 +322,26 @@ void ExecuteBackward(const Problem& p, const Loaded& loaded, void* stream, Buffe
   }
   CheckAligned({operands.query, operands.key, operands.value, operands.bias, operands.mask, given.o, given.d_o,
                 results.dq, results.dk, results.dv, results.dbias, scratch});
-#define WRITABLE(type, name, ...) const_cast<void*>(given.name),
-  const ForwardResults forward = {JAX_FLASH_FORWARD_RESULTS(WRITABLE)};
-#undef WRITABLE
-  SinkParams params = ParamsOf(p, operands, forward, given, results, loaded.scratch, scratch);
+  TangentParams params = ParamsOf(p, operands, {ForwardOf(given), given, results}, loaded.scratch, scratch);
+  Run(p, loaded, stream, params);
+}
+
+void ExecuteTangent(const Problem& p, const Loaded& loaded, void* stream, Buffers& buffers) {
+  const Operands operands = buffers.TakeOperands();
+  const Tangents given = buffers.TakeTangents();
+  const TangentResults results = buffers.TakeTangentResults();
+  void* const scratch = buffers.TakeScratch(loaded.scratch.bytes);
+  const std::string error = buffers.Error();
+  if (!error.empty()) throw std::invalid_argument(error);
+  if (NothingToCompute(p)) {
+    Zero(results.o_tangent, p.elements("BTNE", ExtentOf(true)) * BytesOf(p.output_dtype()), stream);
+    Zero(results.l_tangent, p.elements("BTN", ExtentOf(true)) * 4, stream);
+    return;
+  }
+  CheckAligned({operands.query, operands.key, operands.value, operands.bias, operands.mask, given.o,
+                given.query_tangent, given.key_tangent, given.value_tangent, given.bias_tangent, results.o_tangent,
+                scratch});
+  TangentParams params = ParamsOf(p, operands, {ForwardOf(given), {}, {}, given, results}, loaded.scratch, scratch);
   Run(p, loaded, stream, params);
 }
 
@@ -328,7 +378,10 @@ ffi::Error Execute(void* stream, int32_t device, std::string_view text, ffi::Rem
     const Loaded* const loaded = call.LoadedOn(device);
     if (!loaded) throw std::runtime_error("executed before it was initialized");
     Buffers buffers(call.p, args, rets);
-    (pass == Pass::kForward ? ExecuteForward : ExecuteBackward)(call.p, *loaded, stream, buffers);
+    constexpr auto kExecute = pass == Pass::kForward    ? ExecuteForward
+                              : pass == Pass::kBackward ? ExecuteBackward
+                                                        : ExecuteTangent;
+    kExecute(call.p, *loaded, stream, buffers);
   });
 }
 
@@ -359,6 +412,11 @@ XLA_FFI_DEFINE_HANDLER(kBackwardInitialize, Initialize<Pass::kBackward>, Initial
 XLA_FFI_DEFINE_HANDLER(kBackwardExecute, Execute<Pass::kBackward>, ExecuteSignature(),
                        {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER(kTangentInstantiate, Instantiate<Pass::kTangent>, InstantiateSignature());
+XLA_FFI_DEFINE_HANDLER(kTangentInitialize, Initialize<Pass::kTangent>, InitializeSignature());
+XLA_FFI_DEFINE_HANDLER(kTangentExecute, Execute<Pass::kTangent>, ExecuteSignature(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
 void* Pointer(XLA_FFI_Handler* handler) { return reinterpret_cast<void*>(handler); }
 
 }  // namespace
@@ -369,6 +427,10 @@ CudaHandlers CudaForwardHandlers() {
 
 CudaHandlers CudaBackwardHandlers() {
   return {Pointer(kBackwardInstantiate), Pointer(kBackwardInitialize), Pointer(kBackwardExecute)};
+}
+
+CudaHandlers CudaTangentHandlers() {
+  return {Pointer(kTangentInstantiate), Pointer(kTangentInitialize), Pointer(kTangentExecute)};
 }
 
 }  // namespace jax_flash

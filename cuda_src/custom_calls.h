@@ -9,5 +9,6 @@ struct CudaHandlers {  // XLA_FFI_Handler*
 
 CudaHandlers CudaForwardHandlers();
 CudaHandlers CudaBackwardHandlers();
+CudaHandlers CudaTangentHandlers();
 
 }  // namespace jax_flash

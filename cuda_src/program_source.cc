@@ -186,6 +186,8 @@ std::string ProgramSource(const Problem& p) {
   text += Source{p, p.score.score_grad}.Function("bool kInBounds, typename Add",
                                                  "float ScoreGrad" + given + ", float score, float cotangent, Add add)",
                                                  "cotangent");
+  text += Source{p, p.score.score_tangent}.Function(
+      "bool kInBounds", "float ScoreTangent" + given + ", float score, float tangent)", "tangent");
   const bool is_long = p.mask.mask_mod.size() > kMaxInlined;
   text += Source{p, p.mask.mask_mod}.Function("bool kInBounds", "int MaskMod" + given + ")", "-1");
   text += Flag("kLongMask", is_long);

@@ -53,7 +53,6 @@ AnyMaps TileMapsOf(const Problem& p, const Params& x, const KernelTiling& tiling
   maps.query = MapOf(p, OfQueries(p, x.query, p.qk_dim), type, query_rows);
   maps.key = MapOf(p, OfKeys(p, x.key, p.qk_dim), type, tiling.cols);
   maps.value = MapOf(p, OfKeys(p, x.value, p.v_dim), type, tiling.cols);
-  if (tiling.bias_tiles) maps.bias = BiasMapOf(p, x.bias.data, tiling.rows);
   return maps;
 }
 
@@ -61,6 +60,7 @@ AnyMaps TileMapsOf(const Problem& p, const Params& x, const KernelTiling& tiling
 
 ForwardMaps ForwardMapsOf(const Problem& p, const Params& x, const KernelTiling& tiling) {
   ForwardMaps maps = TileMapsOf<ForwardMaps>(p, x, tiling, kBoxRows);
+  if (tiling.bias_tiles) maps.bias = BiasMapOf(p, x.bias.data, tiling.rows);
   if (p.output_dtype() == p.dtype) maps.o = MapOf(p, OfQueries(p, x.o, p.v_dim), ElementOf(p.dtype).map_type, kBoxRows);
   return maps;
 }
@@ -68,6 +68,7 @@ ForwardMaps ForwardMapsOf(const Problem& p, const Params& x, const KernelTiling&
 BackwardMaps BackwardMapsOf(const Problem& p, const Params& x, const KernelTiling& tiling) {
   const Element element = ElementOf(p.dtype);
   BackwardMaps maps = TileMapsOf<BackwardMaps>(p, x, tiling, tiling.rows);
+  if (tiling.bias_tiles) maps.bias = BiasMapOf(p, x.bias.data, tiling.rows);
   maps.d_o = MapOf(p, OfQueries(p, x.d_o, p.v_dim), element.loaded_type, tiling.rows);
   maps.dk = MapOf(p, OfKeys(p, x.dk, p.qk_dim), element.map_type, kBoxRows);
   maps.dv = MapOf(p, OfKeys(p, x.dv, p.v_dim), element.map_type, kBoxRows);
@@ -82,7 +83,19 @@ BackwardMaps BackwardMapsOf(const Problem& p, const Params& x, const KernelTilin
 BackwardBiasMaps BackwardBiasMapsOf(const Problem& p, const Params& x, const KernelTiling& tiling) {
   BackwardBiasMaps maps = TileMapsOf<BackwardBiasMaps>(p, x, tiling, tiling.rows);
   maps.d_o = MapOf(p, OfQueries(p, x.d_o, p.v_dim), ElementOf(p.dtype).loaded_type, tiling.rows);
-  if (tiling.bias_tiles) maps.dbias = BiasMapOf(p, x.dbias, tiling.rows);
+  if (tiling.bias_tiles) {
+    maps.bias = BiasMapOf(p, x.bias.data, tiling.rows);
+    maps.dbias = BiasMapOf(p, x.dbias, tiling.rows);
+  }
+  return maps;
+}
+
+TangentMaps TangentMapsOf(const Problem& p, const TangentParams& x, const KernelTiling& tiling) {
+  const int type = ElementOf(p.dtype).loaded_type;
+  TangentMaps maps = TileMapsOf<TangentMaps>(p, x, tiling, kBoxRows);
+  maps.query_tangent = MapOf(p, OfQueries(p, x.query_tangent, p.qk_dim), type, kBoxRows);
+  maps.key_tangent = MapOf(p, OfKeys(p, x.key_tangent, p.qk_dim), type, tiling.cols);
+  maps.value_tangent = MapOf(p, OfKeys(p, x.value_tangent, p.v_dim), type, tiling.cols);
   return maps;
 }
 

@@ -314,12 +314,18 @@ def units(problem: str, backward: bool, arch: str, compiled: bool = False) -> li
 
 
 def planned(cases: Iterable[Case]) -> Iterator[tuple[str, Variant]]:
-    """Yield the preferred kernel files of both passes, each with a name such as "sm_90a ... forward 1 of 2"."""
+    """Yield the preferred kernel files of all passes, each with a name such as "sm_90a ... forward 1 of 2"."""
     for case in cases:
-        for backward in (False, True):
-            files = units(case.problem.encode(), backward, case.arch)
+        problem = case.problem.encode()
+        passes = {"forward": (problem, False), "backward": (problem, True)}
+        if not case.problem.page:
+            tangent = case.problem.along(("query", "key", "value")).encode()
+            if not _native.cuda_refusal(tangent):
+                passes["tangent"] = tangent, False
+        for name, (text, backward) in passes.items():
+            files = units(text, backward, case.arch)
             for i, variant in enumerate(files, 1):
-                yield f"{case} {'backward' if backward else 'forward'} {i} of {len(files)}", variant
+                yield f"{case} {name} {i} of {len(files)}", variant
 
 
 def variants(cases: Iterable[Case]) -> list[Variant]:
@@ -379,6 +385,7 @@ def reports_of(variant: Variant) -> list[Report]:
             "jax_flash_backward",
             "jax_flash_backward_query",
             "jax_flash_backward_bias",
+            "jax_flash_tangent",
         )
         shared = static + dynamic * main
         reports.append(Report(variant, kernel, registers, spilled, shared, serialized and main, seconds))

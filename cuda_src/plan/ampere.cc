@@ -75,6 +75,16 @@ constexpr Row kBackwardF32[] = {
     {227, 256, {32, 64, 8, 1}},  {163, 256, {32, 32, 8, 1}}, {99, 256, {16, 16, 8, 1}},
 };
 
+constexpr Row kTangent[] = {
+    {99, 64, {64, 64, 4, 2}},   {163, 128, {64, 32, 4, 2}}, {99, 128, {64, 16, 4, 2}},
+    {163, 256, {64, 16, 4, 2}}, {99, 256, {16, 16, 1, 2}},
+};
+
+constexpr Row kTangentF32[] = {
+    {163, 64, {64, 32, 4, 2}}, {99, 64, {32, 32, 2, 2}},   {163, 128, {64, 16, 4, 2}},
+    {99, 128, {16, 16, 1, 2}}, {163, 256, {16, 16, 1, 2}},
+};
+
 constexpr Row kBackwardQuery[] = {
     {99, 64, {128, 32, 4, 2}},   {99, 128, {128, 16, 4, 2}, kBias}, {99, 128, {64, 32, 4, 2}},
     {227, 256, {128, 32, 8, 2}}, {163, 256, {64, 32, 4, 2}},        {99, 256, {64, 16, 4, 2}},
@@ -97,7 +107,8 @@ constexpr Row kBackwardBiasF32[] = {
 };
 
 constexpr Table kForwardTable = {kForward, kForwardF32}, kForwardSplitTable = {kForwardSplit, kForwardSplitF32},
-                kBackwardTable = {kBackward, kBackwardF32}, kBackwardQueryTable = {kBackwardQuery, kBackwardQueryF32},
+                kBackwardTable = {kBackward, kBackwardF32}, kTangentTable = {kTangent, kTangentF32},
+                kBackwardQueryTable = {kBackwardQuery, kBackwardQueryF32},
                 kBackwardBiasTable = {kBackwardBias, kBackwardBiasF32};
 
 // The largest tile that divides the blocks of a block mask; the whole tile without one. `warps_have_rows`: each warp
@@ -238,6 +249,7 @@ void ampere::AddSplitForward(const Target& target, const Problem& p, Plan* plan)
 
 Tilings ampere::Candidates(const Target& target, const Problem& p, Pass pass) {
   if (pass == Pass::kBackward) return TilingsOf(kBackwardTable, target, p);
+  if (pass == Pass::kTangent) return TilingsOf(kTangentTable, target, p, true);
   return TilingsOf(FewQueries(target, p) ? kForwardSplitTable : kForwardTable, target, p, true);
 }
 
@@ -254,6 +266,13 @@ void ampere::AddForward(const Target&, const Problem& p, const KernelTiling& til
   const int64_t tiles = p.batch * p.q_heads * RowTiles(p, tiling.rows);
   plan->launches.push_back(MainLaunch(
       "jax_flash_forward", AddUnit("ampere/forward.cuh", DependsOn::kBothPasses, p, tiling, plan), tiling, tiles));
+}
+
+void ampere::AddTangent(const Target&, const Problem& p, const KernelTiling& tiling, Plan* plan) {
+  ReadMasksByRow(p, plan);
+  const int64_t tiles = p.batch * p.q_heads * RowTiles(p, tiling.rows);
+  const int unit = AddUnit("ampere/tangent.cuh", DependsOn::kTangent, p, tiling, plan);
+  plan->launches.push_back(MainLaunch("jax_flash_tangent", unit, tiling, tiles));
 }
 
 void ampere::AddBackward(const Target&, const Problem& p, const KernelTiling& tiling, Plan* plan) {

@@ -22,8 +22,8 @@ inline bool SumsDQ(const Problem& p) { return p.dq && !p.deterministic; }
 inline bool HasMain(const Problem& p) { return p.dk || p.dv || SumsDQ(p) || p.captured_gradients(); }
 
 // The parts of a problem that the kernels of a file depend on: properties for both passes, also properties of the
-// backward, or also the requested gradients of the main kernel.
-enum class DependsOn { kBothPasses, kBackward, kMain };
+// backward, or also the requested gradients of the main kernel; or properties of the tangent.
+enum class DependsOn { kBothPasses, kBackward, kMain, kTangent };
 
 // Adds a unit to the plan: `file` of cuda_src/kernels with this configuration. Returns its index.
 int AddUnit(const std::string& file, DependsOn depends_on, const Problem& p, const KernelTiling& tiling, Plan* plan);
@@ -61,6 +61,7 @@ Tilings BiasCandidates(const Target& target, const Problem& p);
 std::string WhyNotBias(const Target& target, const Problem& p);
 
 void AddForward(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan);
+void AddTangent(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan);
 // Adds dbias. `prepared`: has Hopper's backward run before?
 void AddBias(const Target& target, const Problem& p, const KernelTiling& tiling, bool prepared, Plan* plan);
 // Adds all launches of the backward except the launches of ampere:: below.
@@ -83,6 +84,7 @@ Tilings QueryCandidates(const Target& target, const Problem& p);
 Tilings BiasCandidates(const Target& target, const Problem& p);
 
 void AddForward(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan);
+void AddTangent(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan);
 void AddBackward(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan);
 // Adds the kernel for L and D of each row, and for the rows' contributions to other gradients, if no other kernel of
 // the backward computes them.

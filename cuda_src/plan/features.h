@@ -65,7 +65,8 @@ inline bool IsCalled(const Problem& p) {
       (p.captured_gradients() && has.Any(kScoreSlopes | kSoftCap)) || (has.Any(kScoreSlopes) && has.Any(kDropout)))  \
   FEATURE(kUnpairedBlocks, "blocks of keys whose size is not a multiple of 128", p.mask.kv_block % kPairedKeys != 0) \
   FEATURE(kSmallCap, "logits_soft_cap below 0.01", p.score.logits_soft_cap > 0 && p.score.logits_soft_cap < 0.01)    \
-  FEATURE(kHeadDimsUpTo128, "head dims up to 128", std::max(p.qk_dim, p.v_dim) <= 128)
+  FEATURE(kHeadDimsUpTo128, "head dims up to 128", std::max(p.qk_dim, p.v_dim) <= 128)                               \
+  FEATURE(kUnrounded, "a differentiated scale", p.output_dtype() != p.dtype)
 
 // Features of the problem in tiles of `rows` queries, on `target`.
 #define JAX_FLASH_TILE_FEATURES(FEATURE)                                          \

@@ -16,7 +16,7 @@ constexpr FeatureBits kDerivatives =
     kScoreSlopes | kUnkeptSlopes | kWideSlopesAndSums | kSlopesNotInP | kGradientsOfScore;
 constexpr FeatureBits kSupported = kPositions | kListed | kMaskMod | kScoreFeatures | kWideBias | kBroadcastBias |
                                    kHeavyMod | kDerivatives | kDropout | kMaskCapDropout | kUnpairedBlocks | kSmallCap |
-                                   kHeadDimsUpTo128 | kPreferences;
+                                   kHeadDimsUpTo128 | kUnrounded | kPreferences;
 
 // The measurements are in docs/design/forward.md, unless a comment names another page.
 constexpr Row kForward[] = {
@@ -83,6 +83,15 @@ constexpr Row kBackwardF32[] = {
     {227, 96, {64, 64, 2, 1}, kSoftCap | kListed | kScoreMod},
 };
 
+// The tangent looks up no entry of a bias, and has 16-bit results. A lane has S, Ṡ and A in f32, Q, and two left
+// operands of all keys. With blocks of 64 or 128 keys, tiles of 96 do not fit. (tangent.md)
+constexpr FeatureBits kSupportedTangent = kSupported & ~(kAddsToScores | kUnrounded);
+constexpr Row kTangent[] = {
+    {227, 64, {128, 96, 2, 2}},
+    {227, 64, {128, 64, 2, 3}},
+    {227, 128, {128, 64, 2, 2}},
+};
+
 // dbias, with tiles of the bias if TMA can load them. Windows, segments and a soft cap would leave wide tiles too few
 // registers.
 constexpr FeatureBits kSupportedBias = kSupportedBackward & ~(kBroadcastBias | kScoreMod);
@@ -95,9 +104,10 @@ constexpr Row kBackwardBias[] = {
 
 constexpr Table kForwardTable = {{kForward, kSupported}, {kForwardF32, kSupported}};
 constexpr Table kBackwardTable = {{kBackward, kSupportedBackward}, {kBackwardF32, kSupportedBackward}};
-constexpr Rows kBackwardBiasRows = {kBackwardBias, kSupportedBias};
+constexpr Rows kTangentRows = {kTangent, kSupportedTangent}, kBackwardBiasRows = {kBackwardBias, kSupportedBias};
 
 const Rows& RowsOf(const Problem& p, Pass pass) {
+  if (pass == Pass::kTangent) return kTangentRows;
   return (pass == Pass::kForward ? kForwardTable : kBackwardTable).Of(p.dtype);
 }
 
@@ -238,11 +248,25 @@ int64_t ReserveBackward(const Target& target, const Problem& p, const KernelTili
   return zero_bytes;
 }
 
+// Adds the launch of a kernel that keeps a tile of Q. CTAs take tiles from a counter if tiles differ in work and there
+// are more tiles than CTAs, or with a block mask.
+void AddRowLaunch(const Target& target, const Problem& p, Launch launch, Plan* plan) {
+  const Features has = FeaturesOf(p);
+  const bool uneven = (has.Any(kCausal) && !has.Any(kWindow)) || has.Any(kLengths | kSegments) || p.mask.ranges;
+  if (has.Any(kListed) || (uneven && launch.blocks > target.multiprocessors)) {
+    const int64_t before = plan->scratch.bytes;
+    plan->scratch.Reserve(&Scratch::tile_counter, 4);
+    launch.zero_bytes = plan->scratch.bytes - before;
+  }
+  plan->launches.push_back(launch);
+}
+
 }  // namespace
 
 Tilings hopper::Candidates(const Target& target, const Problem& p, Pass pass) {
+  if (pass == Pass::kTangent && p.dtype == DType::kF32) return {};
   const Tilings tilings = TilingsOf(RowsOf(p, pass), target, p);
-  if (pass == Pass::kForward) return tilings;
+  if (pass != Pass::kBackward) return tilings;
   const bool fused_rows = FusesRows(target, p), interleaved_heads = !fused_rows && InterleavesHeads(p);
   Tilings candidates;
   for (KernelTiling tiling : tilings) {
@@ -273,6 +297,7 @@ Tilings hopper::OrderedCandidates(const Target& target, const Problem& p) {
 
 std::string hopper::WhyNot(const Target& target, const Problem& p, Pass pass) {
   if (IsCalled(p)) return "its tiles do not support a score_mod, or its derivative, of more than 32 instructions";
+  if (pass == Pass::kTangent && p.dtype == DType::kF32) return "it does not support float32";
   return Obstacle(RowsOf(p, pass), target, p);
 }
 
@@ -288,19 +313,16 @@ std::string hopper::WhyNotBias(const Target& target, const Problem& p) {
   return Obstacle(kBackwardBiasRows, target, p);
 }
 
-// CTAs take tiles from a counter if tiles differ in work and there are more tiles than CTAs, or with a block mask.
 void hopper::AddForward(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan) {
   ReadMasksByRow(p, plan);
   const int unit = AddUnit("hopper/forward.cuh", DependsOn::kBothPasses, p, tiling, plan);
-  Launch launch = MainLaunch("jax_flash_forward", unit, tiling, Tiles(p, tiling), Maps::kForward);
-  const Features has = FeaturesOf(p);
-  const bool uneven = (has.Any(kCausal) && !has.Any(kWindow)) || has.Any(kLengths | kSegments) || p.mask.ranges;
-  if (has.Any(kListed) || (uneven && launch.blocks > target.multiprocessors)) {
-    const int64_t before = plan->scratch.bytes;
-    plan->scratch.Reserve(&Scratch::tile_counter, 4);
-    launch.zero_bytes = plan->scratch.bytes - before;
-  }
-  plan->launches.push_back(launch);
+  AddRowLaunch(target, p, MainLaunch("jax_flash_forward", unit, tiling, Tiles(p, tiling), Maps::kForward), plan);
+}
+
+void hopper::AddTangent(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan) {
+  ReadMasksByRow(p, plan);
+  const int unit = AddUnit("hopper/tangent.cuh", DependsOn::kTangent, p, tiling, plan);
+  AddRowLaunch(target, p, MainLaunch("jax_flash_tangent", unit, tiling, Tiles(p, tiling), Maps::kTangent), plan);
 }
 
 void hopper::AddBackward(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan) {

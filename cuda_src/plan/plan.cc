@@ -35,12 +35,13 @@ struct FamilyKernels {
   Family family;
   const char* name;
   decltype(&hopper::AddForward) add_forward;
+  decltype(&hopper::AddTangent) add_tangent;
   decltype(&hopper::AddBackward) add_backward;
   decltype(&hopper::AddBias) add_bias;
 };
 constexpr FamilyKernels kFamilies[] = {
-    {Family::kHopper, "Hopper", hopper::AddForward, hopper::AddBackward, hopper::AddBias},
-    {Family::kAmpere, "Ampere", ampere::AddForward, ampere::AddBackward, ampere::AddBias},
+    {Family::kHopper, "Hopper", hopper::AddForward, hopper::AddTangent, hopper::AddBackward, hopper::AddBias},
+    {Family::kAmpere, "Ampere", ampere::AddForward, ampere::AddTangent, ampere::AddBackward, ampere::AddBias},
 };
 const FamilyKernels& KernelsOf(const KernelTiling& tiling) {
   return *std::find_if(std::begin(kFamilies), std::end(kFamilies),
@@ -85,6 +86,17 @@ void AddForward(const Target& target, const Problem& p, const Choices& choices, 
   if (candidates.empty()) candidates = ampere::Candidates(target, p, Pass::kForward);
   const KernelTiling& tiling = Chosen(Part::kMain, candidates, choices, plan);
   KernelsOf(tiling).add_forward(target, p, tiling, plan);
+  SetUnit(Part::kMain, plan);
+}
+
+void AddTangent(const Target& target, const Problem& p, const Choices& choices, Plan* plan) {
+  Tilings candidates = hopper::Candidates(target, p, Pass::kTangent);
+  if (target.hopper && candidates.empty()) {
+    plan->reasons.push_back("the Hopper tangent is not used: " + hopper::WhyNot(target, p, Pass::kTangent));
+  }
+  if (candidates.empty()) candidates = ampere::Candidates(target, p, Pass::kTangent);
+  const KernelTiling& tiling = Chosen(Part::kMain, candidates, choices, plan);
+  KernelsOf(tiling).add_tangent(target, p, tiling, plan);
   SetUnit(Part::kMain, plan);
 }
 
@@ -149,7 +161,8 @@ Plan PlanOf(const Problem& p, Pass pass, const Target& target, const Choices& ch
   const bool makes_blocks = MakesMaskBlocks(p, pass, target);
   if (makes_blocks) AddMaskBlocks(p, &plan);
   const Problem& in_blocks = makes_blocks ? WithMaskInBlocks(p) : p;
-  (pass == Pass::kForward ? AddForward : AddBackward)(target, in_blocks, choices, &plan);
+  const auto add = pass == Pass::kForward ? AddForward : pass == Pass::kBackward ? AddBackward : AddTangent;
+  add(target, in_blocks, choices, &plan);
   return plan;
 }
 
@@ -185,7 +198,9 @@ std::string CudaRefusal(const Problem& p) {
   constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();
   const auto sized = [](const char* name, int64_t size) { return std::string(name) + " " + std::to_string(size); };
   if (p.dtype == DType::kF64) return "float64: the CUDA kernels support float16, bfloat16 and float32";
-  if (p.tangent()) return "there is no CUDA kernel for tangents yet";
+  if (p.tangent() && p.unrounded) return "a differentiated scale: the CUDA kernels compute tangents of it in 16 bits";
+  if (p.tangent() && p.dtype == DType::kF32 && std::max(p.qk_dim, p.v_dim) > 128)
+    return "float32 with head dims above 128: the CUDA kernels have no tangent for it";
   if (p.deterministic && p.captured_gradients()) {
     return "deterministic gradients of arrays that score_mod captures: the CUDA kernels add them in no fixed order";
   }
@@ -215,6 +230,7 @@ bool NothingToCompute(const Problem& p) { return p.batch == 0 || p.q_heads == 0 
 
 int AddUnit(const std::string& file, DependsOn depends_on, const Problem& p, const KernelTiling& tiling, Plan* plan) {
   const bool main = depends_on == DependsOn::kMain, backward = main || depends_on == DependsOn::kBackward;
+  const bool tangent = depends_on == DependsOn::kTangent;
 #define VALUE(type, name, ...) __VA_ARGS__,
   const KernelConfig config = {{JAX_FLASH_KERNEL_PROBLEM(VALUE)}, tiling};
 #undef VALUE

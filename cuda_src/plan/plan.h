@@ -13,7 +13,7 @@
 
 namespace jax_flash {
 
-enum class Pass { kForward, kBackward };
+enum class Pass { kForward, kBackward, kTangent };
 
 // The reason why no GPU supports the problem; empty if some do.
 std::string CudaRefusal(const Problem& problem);
@@ -22,7 +22,7 @@ std::string CudaRefusal(const Problem& problem);
 bool NothingToCompute(const Problem& problem);
 
 // The tensor maps that a kernel takes in addition to Params.
-enum class Maps { kNone, kForward, kBackward, kBackwardBias };
+enum class Maps { kNone, kForward, kBackward, kBackwardBias, kTangent };
 
 // A file of cuda_src/kernels with the configuration and the problem that it is compiled for.
 struct PlannedUnit {

@@ -1,6 +1,8 @@
 """Forward mode of the fused calls: results compared with materialised attention in float64, and executed calls."""
 
+import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -237,6 +239,88 @@ def test_padding_is_inert():
     clean, padded = jvp(case, None, arrays, tangents), jvp(case, None, padded_arrays, padded_tangents)
     jax.tree.map(np.testing.assert_array_equal, clean, padded)
     assert not np.any(padded[1][0][1]) and not np.any(padded[1][0][0, 7:])
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+# Features in every tiling of the kernels, and those that have code of their own in them.
+WIDE = [
+    dataclasses.replace(case, T=150, S=210, N=2, K=1, D=dim, E=dim)
+    for dim in (64, 128)
+    for case in (
+        Case(B=1),
+        Case(B=1, causal=True),
+        Case(window=(40, 30), lengths=True),
+        Case(segments=True, dropout=0.2),
+        Case(B=1, soft_cap=2.0, sinks=2.0),
+        Case(B=1, mask="b1ts", causal=True),
+    )
+]
+WIDE += [Case(B=1, T=70, S=90, N=2, K=2, D=200, E=256, causal=True), sparse(64, 64, B=1, T=150, S=210, D=64, E=64)]
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    list(zip([*FEATURES, *WIDE], itertools.cycle(("bfloat16", "float16", "bfloat16", "float32")), strict=False)),
+    ids=str,
+)
+def test_kernels(case, dtype):
+    """The error is at most twice the error of materialised attention, plus a few units in the last place."""
+    check(case, dtype, DIFFERENTIATED)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("inputs", [("query",), ("key",), ("value",), ("query", "value"), ("sinks",)], ids="-".join)
+def test_some_inputs(inputs, dim):
+    """Inputs without a tangent are constants."""
+    check(Case(B=1, T=90, S=110, N=2, K=1, D=dim, E=dim, sinks=2.0), "bfloat16", inputs)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("dim", [64, 128])
+def test_tangent_along_the_query(dim):
+    """Ṡ = 8 S, whose mean is large."""
+    case = Case(B=1, T=150, S=210, N=2, K=1, D=dim, E=dim, spread=2.0, causal=True)
+    arrays = case.arrays("bfloat16")
+    compare(case, arrays, {"query": arrays["query"] * 8})
+
+
+def check(case, dtype, inputs):
+    arrays = case.arrays(dtype)
+    compare(case, arrays, {name: x for name, x in all_tangents(arrays).items() if name in inputs})
+
+
+def compare(case, arrays, tangents):
+    with jax.enable_x64(True):
+        (_, lse), (exact, dlse) = jax.tree.map(np.asarray, jvp(case, "reference", upcast(arrays), upcast(tangents)))
+    result, dlogsumexp = (np.float64(x) for x in jvp(case, None, arrays, tangents)[1])
+    error, baseline = (np.abs(x - exact).max() for x in (result, materialised(case, arrays, tangents)))
+    ulp = float(jnp.finfo(arrays["query"].dtype).eps) * np.abs(exact).max()
+    assert error <= 2 * baseline + 4 * ulp, f"error {error:.3g}, materialised attention has {baseline:.3g}"
+    dlse = np.where(np.isfinite(lse), dlse, 0)  # -inf is a constant
+    np.testing.assert_allclose(dlogsumexp, dlse, atol=2e-5 * (1 + np.abs(dlse).max()))
+
+
+def materialised(case, arrays, tangents):
+    """Return the tangent of O if P, and its tangent, are rounded to the dtype of the inputs before their products.
+
+    With the identity as the value, attention returns P.
+    """
+    dtype, moving = arrays["query"].dtype, {name: x for name, x in tangents.items() if name != "value"}
+    eye = np.broadcast_to(np.eye(case.S, dtype=dtype)[:, None], (case.B, case.S, case.K, case.S))
+    (p, _), (dp, _) = jvp(case, "reference", arrays | {"value": eye}, moving | {"value": np.zeros_like(eye)})
+
+    def product(p, value):
+        grouped = np.float64(p).reshape(case.B, case.T, case.K, -1, case.S)
+        o = np.einsum("btkgs,bske->btkge", grouped, np.float64(value))
+        return o.reshape(case.B, case.T, case.N, case.E)
+
+    o = product(dp, arrays["value"])
+    if "value" in tangents:
+        o += product(p, tangents["value"])
+    return np.float64(o.astype(dtype))
 
 
 # --- transformations --------------------------------------------------------------------------------------------------

@@ -61,7 +61,11 @@ def install(arch: str) -> None:
 
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    handlers = {"jax_flash_forward": emulator.EmulatedForward, "jax_flash_backward": emulator.EmulatedBackward}
+    handlers = {
+        "jax_flash_forward": emulator.EmulatedForward,
+        "jax_flash_backward": emulator.EmulatedBackward,
+        "jax_flash_tangent": emulator.EmulatedTangent,
+    }
     register = jax.ffi.register_ffi_target
 
     def register_emulated(target, handler, platform):
@@ -85,4 +89,6 @@ def install(arch: str) -> None:
     # The CPU uses the lowering for CUDA, including scratch and refusals.
     mlir.register_lowering(custom_calls._platforms, custom_calls._lower_cuda, platform="cpu")
     refusal = custom_calls.refusal
-    custom_calls.refusal = lambda problem, platform: refusal(problem, "cuda" if platform == "cpu" else platform)
+    custom_calls.refusal = lambda problem, platform, *moving: refusal(
+        problem, "cuda" if platform == "cpu" else platform, *moving
+    )

@@ -80,7 +80,7 @@ struct GuardedBuffers {
   }
 };
 
-XLA_FFI_Handler* handlers[2][3];  // forward, backward; instantiate, initialize, execute
+XLA_FFI_Handler* handlers[3][3];  // forward, backward, tangent; instantiate, initialize, execute
 
 XLA_FFI_Error* Handle(int pass, XLA_FFI_CallFrame* frame) {
   if (frame->extension_start) return handlers[pass][2](frame);  // a query of the version
@@ -136,5 +136,6 @@ void EmulatorSetHandler(int pass, int stage, void* handler) {
 
 XLA_FFI_Error* EmulatedForward(XLA_FFI_CallFrame* frame) { return emulator::Handle(0, frame); }
 XLA_FFI_Error* EmulatedBackward(XLA_FFI_CallFrame* frame) { return emulator::Handle(1, frame); }
+XLA_FFI_Error* EmulatedTangent(XLA_FFI_CallFrame* frame) { return emulator::Handle(2, frame); }
 
 }  // extern "C"

@@ -10,6 +10,7 @@
 #include "ampere/scores.cuh"
 #include "ptx/warp.cuh"
 #include "scheduler/lists.cuh"
+#include "semantics/tangent.cuh"
 
 namespace jax_flash::ampere {
 
@@ -143,7 +144,24 @@ __device__ __forceinline__ decltype(auto) TileHere(const Params& p, const From&.
 
 using KTile = SharedTile<kKeys, kQKDim>;
 using VTile = SharedTile<kKeys, kVDim>;
-struct KVTiles {
+// Their tangents, if they have any.
+template <bool kPresent>
+struct KeyTangents {
+  KTile k_tangent[kStages];
+};
+template <bool kPresent>
+struct ValueTangents {
+  VTile v_tangent[kStages];
+};
+template <>
+struct KeyTangents<false> {
+  static constexpr KTile* k_tangent = nullptr;
+};
+template <>
+struct ValueTangents<false> {
+  static constexpr VTile* v_tangent = nullptr;
+};
+struct KVTiles : KeyTangents<kKeyMoves>, ValueTangents<kValueMoves> {
   KTile k[kStages];
   VTile v[kStages];
 };
@@ -192,6 +210,14 @@ struct LoadNext {
       shared.k[stage].template Load<kThreads>(K.data, K.stride, from, end, part, parts);
       shared.v[stage].template Load<kThreads>(V.data, V.stride, from, end, part, parts);
     }
+    if constexpr (kKeyMoves) {
+      const Matrix moved = tile.Key(p, static_cast<const TangentParams&>(p).key_tangent, kQKDim);
+      shared.k_tangent[stage].template Load<kThreads>(moved.data, moved.stride, from, end, part, parts);
+    }
+    if constexpr (kValueMoves) {
+      const Matrix moved = tile.Key(p, static_cast<const TangentParams&>(p).value_tangent, kVDim);
+      shared.v_tangent[stage].template Load<kThreads>(moved.data, moved.stride, from, end, part, parts);
+    }
   }
   // Called after all loads of these tiles are issued.
   __device__ __forceinline__ void Commit() {
@@ -232,6 +258,8 @@ __device__ __forceinline__ void LoopOverKV(const Params& p, const QTile& tile, K
     CpAsyncWait<kStages - 2>();
     shared.k[stage].template Landed<kThreads>();
     shared.v[stage].template Landed<kThreads>();
+    if constexpr (kKeyMoves) shared.k_tangent[stage].template Landed<kThreads>();
+    if constexpr (kValueMoves) shared.v_tangent[stage].template Landed<kThreads>();
     __syncthreads();  // waits for the tile, and until all warps are done with the previous one
     step(shared.k[stage], shared.v[stage], at.Column(), load_next);
     load_next.Commit();

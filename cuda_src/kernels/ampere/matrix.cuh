@@ -46,6 +46,15 @@ __device__ __forceinline__ void StorePair(uint8_t* to, float a, float b) {
   }
 }
 
+template <int kBytes>
+__device__ __forceinline__ float2 LoadPair(const uint8_t* from) {
+  if constexpr (kBytes == 4) {
+    return *reinterpret_cast<const float2*>(from);
+  } else {
+    return Unpack(*reinterpret_cast<const uint32_t*>(from));
+  }
+}
+
 // Loads and stores eight aligned elements of kBytes.
 template <int kBytes>
 __device__ __forceinline__ void LoadEight(const uint8_t* from, float (&x)[8]) {

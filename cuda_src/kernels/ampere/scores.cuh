@@ -69,9 +69,9 @@ struct Scores {
     }
   }
 
-  // Replaces P by Z P, without the factor of the kept entries.
-  template <int kCount, int kChunks>
-  __device__ __forceinline__ void ApplyZ(float (&P)[kCount][kChunks][4]) const {
+  // Replaces P by Z P, without the factor of the kept entries, and `others` likewise.
+  template <int kCount, int kChunks, typename... Others>
+  __device__ __forceinline__ void ApplyZ(float (&P)[kCount][kChunks][4], Others&... others) const {
     if (!kDropout) return;
 #pragma unroll
     for (int i = 0; i < kCount * kChunks / 2; ++i) {
@@ -79,8 +79,8 @@ struct Scores {
       const Philox4 random = Random(m, pair);
 #pragma unroll
       for (int x = 0; x < 8; ++x) {
-        const int half = x / 4, h = x / 2 % 2, e = x % 2;
-        if (Dropped(p, random.x[2 * h + half], e)) P[m][2 * pair + half][2 * h + e] = 0.0f;
+        const int half = x / 4, h = x / 2 % 2, e = x % 2, c = 2 * pair + half;
+        if (Dropped(p, random.x[2 * h + half], e)) P[m][c][2 * h + e] = 0.0f, ((others[m][c][2 * h + e] = 0.0f), ...);
       }
     }
   }

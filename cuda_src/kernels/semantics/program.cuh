@@ -13,6 +13,7 @@ namespace jax_flash {
 constexpr bool kScoreMod = kProblem.score_mod;
 constexpr bool kMaskMod = kProblem.mask_mod;
 constexpr bool kScoreGrad = kProblem.score_grad;
+constexpr bool kScoreTangent = kProblem.score_tangent;
 constexpr bool kCapturedGradients = kProblem.captured_gradients;
 
 namespace program {

@@ -118,6 +118,15 @@ struct Score {
     return ModCotangentAt<kAccumulates>(s, ds, EntryOf(p, batch, head, i, j));
   }
 
+  // The tangent of the bias at (i, j), and the tangent of score_mod's result from the tangent of s.
+  __device__ __forceinline__ float BiasTangent(const TangentParams& p, int i, int j) const {
+    return Load<kBiasDType>(p.bias_tangent.data, bias + Offset(p.bias, min(i, p.q_len - 1), min(j, p.kv_len - 1)));
+  }
+  __device__ __forceinline__ float TangentOfMod(float s, float tangent, int i, int j) const {
+    if constexpr (!kScoreTangent) return tangent;
+    return program::ScoreTangent<false>(Programs(p), EntryOf(p, batch, head, i, j), s, tangent);
+  }
+
   // The same for entry x of line h. kInBounds: the entry is known to be within T and S.
   template <bool kInBounds, bool kTransposed>
   __device__ __forceinline__ float Mod(float s, const View<kTransposed>& view, int h, int x) const {

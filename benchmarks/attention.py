@@ -11,7 +11,8 @@ All implementations of a row are timed in turn in one process. A sample consists
 enqueued one after the other, so the launch of one call overlaps with the call before.
 
 Rates are in TFLOP/s at the median time. FLOPs are counted as in the FlashAttention papers: 2 (D + E) per visible entry
-of S (half of all entries if causal), and 2.5 times that in the backward. With a random mask, all entries count. The
+of S (half of all entries if causal), 2.5 times that in the backward and for a tangent alone, and 3 times for the
+forward with a tangent. With a random mask, all entries count. The
 dtype is bfloat16 unless a group specifies another.
 
 Problems with a window, documents, arrays or a soft cap are timed in turn with the same problem without them (column
@@ -49,7 +50,9 @@ TRACING = threading.Lock()
 TOKENS, WIDTH = 16384, 2048  # batch x N, heads x head dim
 MATRIX_LIMIT = 2**32  # elements of S; XLA's standard attention is not measured above
 PASSES = ("forward", "backward", "both")
-COLUMNS = ("jax_flash", "cudnn", "fa3", "fa4", "xla", "torch", "dense")  # dense: jax_flash on `Problem.dense`
+FORWARD_MODE = ("jvp", "tangent")  # forward and tangent along query, key and value, or the tangent alone
+# dense: jax_flash on `Problem.dense`; plain: jax_flash in plain JAX, `implementation="xla"`.
+COLUMNS = ("jax_flash", "cudnn", "fa3", "fa4", "xla", "torch", "dense", "plain")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +104,8 @@ class Problem:
         )
 
     def flops(self, pass_: str) -> float:
-        return 2 * (self.D + self.E) * self.entries() * {"forward": 1, "backward": 2.5, "both": 3.5}[pass_]
+        forwards = {"forward": 1, "backward": 2.5, "both": 3.5, "jvp": 3, "tangent": 2.5}
+        return 2 * (self.D + self.E) * self.entries() * forwards[pass_]
 
     def label(self) -> str:
         heads = f"{self.N}" if self.N == self.K else f"{self.N}/{self.K}"
@@ -262,6 +266,15 @@ def groups(dims: Sequence[int], lengths: Sequence[int]) -> dict[str, tuple[tuple
                 for x in (False, True)
             ],
         ),
+        "tangent": (
+            FORWARD_MODE,
+            [
+                Problem(1, n, n, WIDTH // d, WIDTH // d, d, d, causal=causal)
+                for d in (64, 128)
+                for n in (2048, 8192)
+                for causal in masks
+            ],
+        ),
         "float32": (PASSES[:2], [Problem.square(n, d, dtype="float32") for d in (64, 128) for n in (2048, 8192)]),
     }
 
@@ -322,8 +335,9 @@ def jax_call(problem: Problem, implementation: str, pass_: str, more: Mapping[st
     inputs, arrays = operands(problem)
     arrays |= more or {}
     function: Callable[..., jax.Array]
-    if implementation == "jax_flash":
-        function = functools.partial(jax_flash.dot_product_attention, implementation="flash")
+    if implementation in ("jax_flash", "plain"):
+        ours = "flash" if implementation == "jax_flash" else "xla"
+        function = functools.partial(jax_flash.dot_product_attention, implementation=ours)
     elif implementation == "fa3":
         import dew_flash_attn
 
@@ -342,9 +356,21 @@ def jax_call(problem: Problem, implementation: str, pass_: str, more: Mapping[st
         o, pull = pullback(arrays, inputs)
         return o, pull(do)
 
+    def along(arrays, inputs, moved):
+        return jax.jvp(functools.partial(attend, arrays), (inputs,), (moved,))
+
+    def linear(arrays, inputs):
+        return jax.linearize(functools.partial(attend, arrays), inputs)
+
     run: Callable[..., object] = attend
     given: tuple[Any, ...] = (arrays, inputs)
-    if pass_ != "forward":
+    if pass_ in FORWARD_MODE:
+        moved = jax.tree.map(jnp.cos, inputs)
+        if pass_ == "jvp":
+            run, given = along, (arrays, inputs, moved)
+        else:
+            run, given = lambda push, moved: push(moved), (compiled(linear, arrays, inputs)()[1], moved)
+    elif pass_ != "forward":
         p = problem
         do = jax.random.normal(jax.random.key(2), (p.B, p.T, p.N, p.E), p.dtype)
         if pass_ == "backward":
@@ -418,6 +444,9 @@ def implementations(problem: Problem, pass_: str, against: Sequence[str]) -> tup
             candidates["fa3"] = lambda: jax_call(p, "fa3", pass_)
         if HAS_FA4 and HAS_TORCH:
             candidates["fa4"] = lambda: fa4_calls(p)[pass_]
+    if pass_ in FORWARD_MODE:  # the others have no forward mode
+        candidates = {name: x for name, x in candidates.items() if name == "xla"}
+        candidates["plain"] = lambda: jax_call(p, "plain", pass_)
     if p != dense:
         candidates["dense"] = lambda: jax_call(dense, "jax_flash", pass_)
     calls, missing = {"jax_flash": jax_call(p, "jax_flash", pass_)}, {}
@@ -452,7 +481,8 @@ def main() -> None:
     parser.add_argument("--groups", nargs="+", choices=names, default=names)
     parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128, 256], help="for the group dense")
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096, 16384], help="for the group dense")
-    parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES)
+    passes = (*PASSES, *FORWARD_MODE)
+    parser.add_argument("--passes", nargs="+", choices=passes, default=passes)
     parser.add_argument("--against", nargs="*", choices=COLUMNS[1:], default=COLUMNS[1:])
     parser.add_argument(
         "--output", type=pathlib.Path, default=measure.RESULTS / "attention.json", help="the plot is saved next to it"
@@ -497,7 +527,7 @@ def show(results: dict[str, Any]) -> None:
         console.print(table)
         for name, reason in dict.fromkeys(item for row in rows for item in row["missing"].items()):
             console.print(f"{name} is missing in some rows: {reason}", markup=False)
-        for pass_ in PASSES:
+        for pass_ in (*PASSES, *FORWARD_MODE):
             ratios = [
                 row["tflops"]["jax_flash"] / row["tflops"]["cudnn"]
                 for row in rows

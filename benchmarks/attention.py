@@ -481,8 +481,8 @@ def main() -> None:
     parser.add_argument("--groups", nargs="+", choices=names, default=names)
     parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128, 256], help="for the group dense")
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096, 16384], help="for the group dense")
-    passes = (*PASSES, *FORWARD_MODE)
-    parser.add_argument("--passes", nargs="+", choices=passes, default=passes)
+    every_pass = (*PASSES, *FORWARD_MODE)
+    parser.add_argument("--passes", nargs="+", choices=every_pass, default=every_pass)
     parser.add_argument("--against", nargs="*", choices=COLUMNS[1:], default=COLUMNS[1:])
     parser.add_argument(
         "--output", type=pathlib.Path, default=measure.RESULTS / "attention.json", help="the plot is saved next to it"

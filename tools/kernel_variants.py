@@ -318,7 +318,7 @@ def planned(cases: Iterable[Case]) -> Iterator[tuple[str, Variant]]:
     for case in cases:
         problem = case.problem.encode()
         passes = {"forward": (problem, False), "backward": (problem, True)}
-        if not case.problem.page:
+        if not case.problem.page and case.problem.score.score_mod is None:  # its tangent is made from a jaxpr
             tangent = case.problem.along(("query", "key", "value")).encode()
             if not _native.cuda_refusal(tangent):
                 passes["tangent"] = tangent, False

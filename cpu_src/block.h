@@ -38,7 +38,8 @@ inline Tiling ColumnTiles(const Problem& p) {
 }
 
 // The part of a tile of S that is computed: rows i0 <= i < i0 + rows, and columns j0 + c0 <= j < j0 + c1. c0 is a
-// multiple of the vector size. `masked`: the mask operand hides entries of it. `mod_masked`: mask_mod does.
+// multiple of the vector size. `masked`: the mask operand hides entries of it. `mod_masked`: mask_mod does. (A block of
+// a block mask is something else, and may have several tiles.)
 struct Block {
   int64_t i0, rows, j0, c0, c1;
   bool masked = false, mod_masked = false;

@@ -62,7 +62,7 @@ void LoadKeys(const Problem& p, const Operands& in, const void* array, int64_t b
   }
 }
 
-// max_j S_ij of up to kLanes rows, with one row in each lane.
+// max_j S_ij of up to kLanes rows of the computed part of a tile, with one row in each lane.
 template <typename A>
 Vec<A> RowMaxima(Tile<A> s, const Block& block) {
   constexpr int n = kLanes<A>;
@@ -101,19 +101,20 @@ void OnlineSoftmax(Tile<A> s, const Block& block, int64_t v_dim, QueryTile<A>& q
   }
 }
 
-// O <- scale O / l, where l includes the sink; writes O, l and m.
+// Writes l and m, which exclude the sink. Writes O <- keep_scale O / l, where l includes the sink and keep_scale is the
+// factor of dropout.
 template <typename A>
-void Finish(const Problem& p, const Operands& in, const ForwardResults& out, int64_t b, A scale,
+void Finish(const Problem& p, const Operands& in, const ForwardResults& out, int64_t b, A keep_scale,
             const QueryTile<A>& query) {
   const auto [n, i0, rows] = query.at;
   const int64_t statistics = (b * p.q_heads + n) * p.q_len + i0;
   for (int64_t r = 0; r < rows; ++r) {
     A l = 0, m = query.m[r];
     for (int lane = 0; lane < kLanes<A>; ++lane) l += query.l.row(r)[lane];
-    // The maximum may have lost a NaN; the sum has not.
+    // The maximum may have lost a NaN; the sum has not. A score of +inf makes l NaN, too, but then m is correct.
     if (l != l && m != kInfinity<A>) m = l;
     const WithSink<A> sums(p, in, b, n, m, l);
-    const A factor = scale * sums.alpha / sums.l;
+    const A factor = keep_scale * sums.alpha / sums.l;
     A* o = query.o.row(r);
     for (int64_t c = 0; c < p.v_dim; ++c) o[c] = l == 0 ? 0 : o[c] * factor;
     static_cast<A*>(out.l)[statistics + r] = l;
@@ -124,7 +125,7 @@ void Finish(const Problem& p, const Operands& in, const ForwardResults& out, int
 
 template <typename A>
 void Forward(const Problem& p, const Operands& in, const ForwardResults& out, Workers& workers) {
-  if (p.kv_heads == 0) return;
+  if (p.kv_heads == 0) return;  // no heads at all, and Units would divide by 0
   const Units units(p, workers.threads());
   const auto attend = [&](int64_t index, char* memory) {
     const auto unit = units[index];

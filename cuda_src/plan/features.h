@@ -26,6 +26,12 @@ inline bool IsCalled(const Problem& p) {
 
 // FEATURE(name, text, there): its name in messages, and whether the problem `p` has it. `has` holds the features above
 // it.
+//
+// Slopes are derivatives of scores that depend on the score: of a score_mod (kScoreSlopes), or of the soft cap.
+// Hopper's backward keeps them in 16 bits, and multiplies P or dS by them (hopper/backward_tuning.cuh):
+//   kUnkeptSlopes      cannot be kept: there is room for only one kind, and in float16 they may exceed 65504
+//   kWideSlopesAndSums leave wide heads no registers for the sums of captured arrays' gradients
+//   kSlopesNotInP      must be multiplied into dS, but warpgroups with wide heads exchange only P
 #define JAX_FLASH_FEATURES(FEATURE)                                                                                  \
   FEATURE(kCausal, "is_causal", p.mask.is_causal)                                                                    \
   FEATURE(kWindow, "local_window_size or packed sequences", p.mask.local_window_size.present() || p.mask.ranges)     \
@@ -44,8 +50,8 @@ inline bool IsCalled(const Problem& p) {
           has.Any(kScoreMod) &&                                                                                      \
               (!IsLight(p.score.score_mod) || p.mask.query_offset || p.dropout() || p.score.logits_soft_cap > 0))    \
   FEATURE(kScoreSlopes, "a score_mod whose derivative depends on the score", p.score.score_grad.ResultOfScore())     \
-  FEATURE(kUnkeptSlopes, "a score_mod whose derivative depends on the score with logits_soft_cap or float16",        \
-          has.Any(kScoreSlopes) && (has.Any(kSoftCap) || p.dtype == DType::kF16)) /* they may exceed 65504 */        \
+  FEATURE(kUnkeptSlopes, "logits_soft_cap or float16 with a score_mod whose derivative depends on the score",        \
+          has.Any(kScoreSlopes) && (has.Any(kSoftCap) || p.dtype == DType::kF16))                                    \
   FEATURE(kGradientsOfScore, "gradients of captured arrays that depend on the score",                                \
           p.score.score_grad.GradientsOfScore())                                                                     \
   FEATURE(kDropout, "dropout", p.dropout())                                                                          \
@@ -57,11 +63,13 @@ inline bool IsCalled(const Problem& p) {
   FEATURE(kMaskCapDropout, "two of these together: mask or block_mask, logits_soft_cap, dropout",                    \
           has.Any(kListed) + has.Any(kSoftCap) + has.Any(kDropout) > 1)                                              \
   FEATURE(kWideSlopesAndSums,                                                                                        \
-          "gradients of captured arrays with a score_mod whose derivative depends on the score and head dims above " \
-          "96",                                                                                                      \
+          "head dims above 96 with gradients of captured arrays and a score_mod whose derivative depends on the "    \
+          "score",                                                                                                   \
           p.captured_gradients() && has.Any(kScoreSlopes) && std::max(p.qk_dim, p.v_dim) > 96)                       \
   FEATURE(                                                                                                           \
-      kSlopesNotInP, "slopes of the score with gradients of captured arrays or dropout", /* not in P, but in dS */   \
+      kSlopesNotInP,                                                                                                 \
+      "gradients of captured arrays with logits_soft_cap or a score_mod whose derivative depends on the score, or "  \
+      "dropout with such a score_mod",                                                                               \
       (p.captured_gradients() && has.Any(kScoreSlopes | kSoftCap)) || (has.Any(kScoreSlopes) && has.Any(kDropout)))  \
   FEATURE(kUnpairedBlocks, "blocks of keys whose size is not a multiple of 128", p.mask.kv_block % kPairedKeys != 0) \
   FEATURE(kSmallCap, "logits_soft_cap below 0.01", p.score.logits_soft_cap > 0 && p.score.logits_soft_cap < 0.01)    \
@@ -87,7 +95,7 @@ enum Feature : FeatureBits { JAX_FLASH_FEATURES(JAX_FLASH_BIT) JAX_FLASH_TILE_FE
 // With these features, a row of tiles works, but others are faster. It is used if no other row fits.
 constexpr FeatureBits kPreferences = kManyKeys | kLongCausal | kFewTiles | kManyRows;
 
-constexpr FeatureBits kLocal = kWindow | kSegments;
+constexpr FeatureBits kLocal = kWindow | kSegments;                   // also packed sequences, see kWindow
 constexpr FeatureBits kAddsToScores = kBias | kScoreMod;              // entry by entry, except tiles of a bias
 constexpr FeatureBits kScoreFeatures = kBias | kSoftCap | kScoreMod;  // scores are formed entry by entry
 constexpr FeatureBits kRanges = kCausal | kLocal | kLengths;          // masks without an array of all entries

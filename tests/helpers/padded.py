@@ -178,6 +178,10 @@ def check(
     """Check that padding has no effect. Results must be as accurate as with finite padding.
 
     Outputs and gradients of the padding itself must be 0.
+
+    Args:
+      dtype: of the arrays; "tf32" means float32 arrays with the precision "default".
+      divided: transforms the function that computes all results, for example to divide it among devices.
     """
     kind, rounding = (jnp.dtype(x) for x in (("float32", "float16") if dtype == "tf32" else (dtype, dtype)))
     call = padded(cause, kind.name, **fields)

@@ -5,27 +5,32 @@ import pathlib
 import compiling
 import fake_nvrtc
 import pytest
-from plans import GRADIENTS, problem, scratch
+from plans import GRADIENTS, portable_scratch, problem, scratch
 
 from jax_flash import _native
 
 FORWARD = problem(qk_dim=128, v_dim=128).encode()
-BACKWARD = problem(qk_dim=128, v_dim=128, logits_soft_cap=2.0, **GRADIENTS).encode()
 TILES = [f"128 x {cols}" for cols in (128, 96, 64, 48, 32, 16)]  # of the forward, in the order of preference
 
 
 class Compiler:
+    """A library in place of NVRTC, and a cache directory. `reports` are the C expressions of `fake_nvrtc.build`."""
+
     def __init__(self, folder: pathlib.Path, **reports: str):
         self.library, self.log = folder / "libnvrtc.so", folder / "compiled"
         self.cache = folder / "cache"
         fake_nvrtc.build(self.library, **reports)
 
     def plan(self, text: str = FORWARD, backward: bool = False) -> tuple[str, list[str], list[str]]:
-        """Plan in a new process. Return the chosen tiles, the reasons, and the tiles that the process compiled."""
+        """Plan in a new process. Return the chosen tiles, the reasons, and the tiles that the process compiled.
+
+        `file` becomes the kernel file with the chosen tiles.
+        """
         self.log.write_text("")
         environment = {"JAX_FLASH_CACHE_DIR": str(self.cache), "COMPILED": str(self.log)}
         launches, reasons = compiling.plan(self.library, environment, text, backward, "sm_90a")
-        fields = next(fields for _, name, fields in launches if name in ("jax_flash_forward", "jax_flash_backward"))
+        mains = ("jax_flash_forward", "jax_flash_backward")
+        self.file, fields = next((file, fields) for file, name, fields in launches if name in mains)
         return f"{fields['rows']} x {fields['cols']}", reasons, self.log.read_text().splitlines()
 
 
@@ -72,17 +77,17 @@ def test_least_spilling_tiles(tmp_path, reports, chosen, reason):
 
 def test_heads_are_processed_one_by_one_if_the_joint_loop_spills(tmp_path):
     grouped = problem(q_heads=64, kv_heads=8, is_causal=True, q_len=2048, kv_len=2048, **GRADIENTS).encode()
-    tiles, reasons, compiled = Compiler(tmp_path, spilled="interleaved_heads ? 40 : 0").plan(grouped, True)
+    tiles, reasons, compiled = Compiler(tmp_path, spilled="interleaved_heads ? 40 : 0").plan(grouped, backward=True)
     assert compiled[0] == tiles == compiled[1]
     assert "128 x 128, with the heads of a group interleaved, are not used" in reasons[0]
 
 
 def test_backward_falls_back_to_ampere(tmp_path):
     """The plan uses Ampere's kernels and reserves scratch for either family."""
+    options = GRADIENTS | {"qk_dim": 128, "v_dim": 128, "logits_soft_cap": 2.0}
     compiler = Compiler(tmp_path, serialized="hopper")
-    tiles, reasons, _ = compiler.plan(BACKWARD, True)
-    assert tiles == "64 x 128"
+    tiles, reasons, _ = compiler.plan(problem(**options).encode(), backward=True)
+    assert (compiler.file, tiles) == ("ampere/backward.cuh", "64 x 128")
     assert reasons == ["Hopper tiles of 64 x 128 are not used: the compiler has too few registers for them"]
-    portable = _native.cuda_scratch_bytes(BACKWARD, True, True)
-    ampere = scratch("sm_80", True, qk_dim=128, v_dim=128, logits_soft_cap=2.0, **GRADIENTS)
-    assert ampere <= _native.cuda_explain(BACKWARD, True, "sm_90a")[1] <= portable
+    ampere, both = (scratch(arch, backward=True, **options) for arch in ("sm_80", "sm_90a"))
+    assert ampere <= both <= portable_scratch(backward=True, **options)

@@ -95,15 +95,24 @@ PLUS_TABLE_CAPPED = {
         (CAPPED | {"qk_dim": 128}, ""),
         (CAPPED | {"qk_dim": 256}, ""),
         (CAPPED | {"qk_dim": 128, "drop_threshold": 99}, ""),
-        (CAPPED | {"qk_dim": 192, "drop_threshold": 99}, "slopes of the score with .* dropout$"),
-        (CAPPED | {"logits_soft_cap": 2.0}, "depends on the score with logits_soft_cap or float16$"),
+        (
+            CAPPED | {"qk_dim": 192, "drop_threshold": 99},
+            "derivative depends on the score, or dropout with such a score_mod$",
+        ),
+        (
+            CAPPED | {"logits_soft_cap": 2.0},
+            "logits_soft_cap or float16 with a score_mod whose derivative depends on the score$",
+        ),
         (PLUS_TABLE_CAPPED, ""),
         (
             PLUS_TABLE_CAPPED | {"qk_dim": 128},
-            "gradients of captured arrays with a score_mod whose .* head dims above 96$",
+            "head dims above 96 with gradients of captured arrays and a score_mod .* on the score$",
         ),
-        (CAPPED | {"dtype": "float32"}, "a score_mod whose derivative depends on the score$"),
-        (CAPPED | {"dtype": "float16"}, "depends on the score with logits_soft_cap or float16$"),
+        (CAPPED | {"dtype": "float32"}, "support a score_mod whose derivative depends on the score$"),
+        (
+            CAPPED | {"dtype": "float16"},
+            "logits_soft_cap or float16 with a score_mod whose derivative depends on the score$",
+        ),
     ],
 )
 def test_reasons_of_a_score_mod(changes, reason):

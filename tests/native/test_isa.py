@@ -14,7 +14,7 @@ from jax_flash import _native
 ORDER = ("portable", "avx2", "avx512")
 TESTS = (
     "test_head_dim or test_feature_in_f64 or test_large_scores or instructions or test_masked_entries or test_masks"
-    " or test_relative_tables or test_fused"
+    " or test_relative_tables or test_flash"
 )
 
 

@@ -18,7 +18,7 @@ import jax_flash
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("cause", padded.CAUSES)
-def test_fused(cause):
+def test_flash(cause):
     padded.check(cause, "float32", sinks=2.0)
 
 
@@ -29,7 +29,7 @@ def test_plain(cause, implementation):
 
 
 def test_small_scale():
-    """The scale is multiplied into the query, so its gradient is a sum over all rows, including padding."""
+    """A tiny scale is multiplied into the query, so its gradient is a sum over all rows, including padding."""
     padded.check("query lengths", "float64", scale=1e-33)
 
 
@@ -91,7 +91,7 @@ def sharded(function):
 def test_sequence_over_devices(cause, implementation):
     """Some rows see no key of a device."""
     options = {"sequence_axis": "seq"}
-    padded.check(cause, "float64", implementation, options, sharded, T=64, S=64, sinks=2.0)
+    padded.check(cause, "float64", implementation, options, divided=sharded, T=64, S=64, sinks=2.0)
 
 
 @pytest.mark.parametrize("implementation", ["flash", "xla"])
@@ -106,15 +106,17 @@ def test_packs_over_devices(implementation):
 
         return on_mesh
 
-    padded.check(
-        "packs", "float32" if implementation == "flash" else "float64", implementation, None, placed, T=16, S=32
-    )
+    dtype = "float32" if implementation == "flash" else "float64"
+    padded.check("packs", dtype, implementation, divided=placed, T=16, S=32)
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("implementation", [None, "xla", "reference"])
 def test_second_derivatives(implementation):
-    """In padded rows, which are 0, the norm has a NaN derivative, in the first backward and in the second."""
+    """The loss contains each row's norm, whose derivative is NaN in padded rows (0/0).
+
+    So NaN cotangents reach both backwards.
+    """
     case, T, S = Case(B=1, T=12, S=11, N=2, K=1, D=4, E=4, bias="bnts", sinks=1.0), 7, 8
     parts = {"query": np.s_[:, :T], "key": np.s_[:, :S], "value": np.s_[:, :S], "bias": np.s_[:, :, :T, :S]}
     clean, weights = case.arrays("float64"), case.arrays("float64", seed=1)
@@ -125,29 +127,29 @@ def test_second_derivatives(implementation):
         return {name: x[parts.get(name, ...)] for name, x in arrays.items()}
 
     def with_padding(arrays, padding):
-        padded = {name: np.full_like(x, padding) for name, x in arrays.items()}
+        result = {name: np.full_like(x, padding) for name, x in arrays.items()}
         for name, x in arrays.items():
-            padded[name][parts.get(name, ...)] = x[parts.get(name, ...)]
-        return padded
+            result[name][parts.get(name, ...)] = x[parts.get(name, ...)]
+        return result
 
-    def second(arrays, weights, **lengths):
-        def score(name, x):
+    def second_derivatives(arrays, weights, **lengths):
+        def loss(name, x):
             rows = x * jnp.sqrt((x**2).sum(-1, keepdims=True))
             return (jnp.where(weights[name] == 0, 0, rows) * weights[name]).sum()
 
-        def first(arrays):
+        def loss_of_output(arrays):
             o = jax_flash.dot_product_attention(**arrays, **lengths, implementation=implementation)
-            return score("o", o)
+            return loss("o", o)
 
-        def gradient_score(arrays):
-            return sum(score(name, x) for name, x in jax.grad(first)(arrays).items())
+        def loss_of_gradients(arrays):
+            return sum(loss(name, x) for name, x in jax.grad(loss_of_output)(arrays).items())
 
-        return jax.jit(jax.grad(gradient_score))(arrays)
+        return jax.jit(jax.grad(loss_of_gradients))(arrays)
 
-    expected = with_padding(clean, 0) | second(*map(without_padding, (clean, weights)))
+    expected = second_derivatives(without_padding(clean), without_padding(weights))
     given = with_padding(clean, np.nan) | {"bias": clean["bias"]}
     lengths = {"query_seq_lengths": np.array([T]), "key_value_seq_lengths": np.array([S])}
-    for name, x in second(given, with_padding(weights, 0), **lengths).items():
+    for name, x in second_derivatives(given, with_padding(weights, 0), **lengths).items():
         np.testing.assert_allclose(x[parts.get(name, ...)], expected[name], rtol=1e-9, atol=1e-12, err_msg=name)
         assert np.count_nonzero(x) == np.count_nonzero(expected[name]), name
 

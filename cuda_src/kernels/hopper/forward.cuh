@@ -12,8 +12,8 @@
 // a block mask, blocks consist of whole tiles. A thread of the producer warpgroup walks the list of non-empty blocks
 // and tells the consumers which tile comes next.
 //
-// Few keys in a tile. If a tile has 256 rows and a mask, each warpgroup visits only the kv tiles that its own 64 rows
-// see, and skips the others. Then warpgroups do not take turns.
+// Many rows in a tile. If a tile has 256 rows, a causal mask, window or segments, and no block mask, each warpgroup
+// visits only the kv tiles that its own 64 rows see, and skips the others. Then warpgroups do not take turns.
 //
 // Few rows in a tile. If there are more warpgroups than groups of 64 rows, two warpgroups share 64 rows. One has the
 // first half of the keys of each tile, the other the second half. At the end they merge their O, m and l (split-KV
@@ -37,12 +37,12 @@ struct Consumer : Epilogue {
   using Epilogue::Epilogue;
 
   // Computes S and P of tile j of K. Adds P V of the previous tile, on the right of tile j, to O. Numbers are lines of
-  // Algorithm 2. `inside`: only the bits of its block mask the tile.
+  // Algorithm 2. `only_bits`: the bits of the tile's block are its only mask.
   template <bool kMasked>
-  __device__ __forceinline__ void ComputeSTile(const QTile& tile, int j, bool last, bool inside = false) {
+  __device__ __forceinline__ void ComputeSTile(const QTile& tile, int j, bool last, bool only_bits = false) {
     float alpha[2], shift[2];
-    FetchMasks<kMasked>(tile, j, inside);  // before S needs registers
-    WaitForK();                            // before the turn, which others wait for
+    FetchMasks<kMasked>(tile, j, only_bits);  // before S needs registers
+    WaitForK();                               // before the turn, which others wait for
     TakeTurn();
     IssueS();  // 10
     IssueO();  // 15, for the previous tile
@@ -52,13 +52,13 @@ struct Consumer : Epilogue {
     if (kBiasTiles) AddBias();  // 11
     FinishS(last);
     if (kMasked && kMasksInMemory && !Tuning::kEarlyCombineMasks) {
-      if (OpaqueFalse()) return;  // otherwise ptxas lets the turn wait for the masks in memory
-      CombineMasks(tile, j, inside);
+      if (OpaqueFalse()) return;  // otherwise ptxas moves the wait for the masks ahead of PassTurn
+      CombineMasks(tile, j, only_bits);
     }
-    if ((kFormsScores && (!kBiasTiles || kScoreMod)) || !kMasked || !Tuning::kVote || !tile_mask.AllVisible())
-      ToScores<kMasked>(tile, j);  // 11
-    Maximum(alpha, shift);         // 12, 13
-    Exponentials(shift);           // 12
+    // 11, unless ToScores would only mask, and the warp sees the whole tile
+    if (kChangesScores || !kMasked || !Tuning::kVote || !tile_mask.AllVisible()) ToScores<kMasked>(tile, j);
+    Maximum(alpha, shift);  // 12, 13
+    Exponentials(shift);    // 12
     FinishO();
     if (Tuning::kEarlyPack) PackP();  // 14
     if (__any_sync(0xFFFFFFFFu, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
@@ -76,10 +76,11 @@ struct Consumer : Epilogue {
 
   // Computes one tile of O: one iteration of line 8, with the loop of line 6 inside. Returns false at the end.
   __device__ __forceinline__ bool ComputeOTile(const TensorMap* o_map) {
-    SyncWarp();  // all lanes have read the previous tile, before q_empty is signalled
+    // All lanes have read the previous QTile. The producer may overwrite it once the q of the next tile is released.
+    SyncWarp();
     MbarrierWait(&shared.q_full[q.Index()][row_group], q.Parity());
     // The tile stays in shared memory to save registers. Only the loop bounds are in registers. All threads read equal
-    // bounds, and Uniform tells the compiler.
+    // bounds, and Uniform tells the compiler. With a block mask, begin and end only tell whether any key is visible.
     const QTile& tile = shared.tile[q.position][row_group];
     const int begin = kLocal || kListed ? Uniform(tile.visible.any_lo) : 0, end = Uniform(tile.visible.any_hi);
     const int unmasked_begin = kLocal ? Uniform(tile.visible.every_lo) : 0;
@@ -104,13 +105,13 @@ struct Consumer : Epilogue {
 #pragma unroll
     for (int i = 0; i < kVDim / 2; ++i) O[i] = 0.0f;
     const bool masked = Tuning::kFirstMasked || (kListed ? listed.Masked() : j >= unmasked_end || j < unmasked_begin);
-    if (masked) FetchMasks<true>(tile, j, kListed && listed.Inside());
+    if (masked) FetchMasks<true>(tile, j, kListed && listed.OnlyBits());
     GenerateZ(tile, j);
     WgmmaWait<0>();
     if (kBiasTiles) AddBias();
     FinishS(kListed ? listed.Last() : j == begin);
     if (masked) {
-      if (kMasksInMemory && !Tuning::kEarlyCombineMasks) CombineMasks(tile, j, kListed && listed.Inside());
+      if (kMasksInMemory && !Tuning::kEarlyCombineMasks) CombineMasks(tile, j, kListed && listed.OnlyBits());
       ToScores<true>(tile, j);
     } else {
       ToScores<false>(tile, j);
@@ -122,7 +123,7 @@ struct Consumer : Epilogue {
       while (!listed.Last()) {
         listed = Listed();
         if (listed.Masked()) {
-          ComputeSTile<true>(tile, listed.J(), listed.Last(), listed.Inside());
+          ComputeSTile<true>(tile, listed.J(), listed.Last(), listed.OnlyBits());
         } else {
           ComputeSTile<false>(tile, listed.J(), listed.Last());
         }
@@ -144,6 +145,7 @@ struct Consumer : Epilogue {
 
 extern "C" __constant__ int jax_flash_shared_bytes = sizeof(Shared);
 
+// The macro adds the parameters query_map, key_map, value_map, o_map and bias_map.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     jax_flash_forward(const __grid_constant__ KernelParams p JAX_FLASH_FORWARD_MAPS(JAX_FLASH_MAP)) {
   extern __shared__ __align__(1024) uint8_t memory[];

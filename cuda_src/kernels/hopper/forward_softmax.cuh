@@ -10,6 +10,8 @@ struct Probabilities : Products {
   OnlineSoftmax<2> softmax;
   PackedZ<kWarpgroupKeys> z;
   TileMask<false, kWarpgroupKeys> tile_mask;
+  // Does ToScores change S, in addition to masking? With tiles of a bias, AddBias has done all but the score_mod.
+  static constexpr bool kChangesScores = kFormsScores && (!kBiasTiles || kScoreMod);
 
   __device__ __forceinline__ Probabilities(const Params& p, Shared& shared) : Products(p, shared) {
     softmax.to_log2 = ToLog2(p);
@@ -28,17 +30,17 @@ struct Probabilities : Products {
 
   // Starts to load the masks of this lane's rows in tile j, if they are in memory.
   template <bool kMasked>
-  __device__ __forceinline__ void FetchMasks(const QTile& tile, int j, bool inside) {
+  __device__ __forceinline__ void FetchMasks(const QTile& tile, int j, bool only_bits) {
     if (!kMasked || !kMasksInMemory) return;
     const Block<false> block(p.block_mask, kListed ? shared.listed[k.index].elements : kAllElements);
     tile_mask.FetchBlock(block, Block<false>::kLines == kRows ? RowInTile() : Row(tile),
                          Column(j));  // a tile may be a whole block
-    if (Tuning::kEarlyCombineMasks) CombineMasks(tile, j, inside);
+    if (Tuning::kEarlyCombineMasks) CombineMasks(tile, j, only_bits);
   }
-  // Combines all masks of tile j. `inside`: the bits of its block are the only mask.
-  __device__ __forceinline__ void CombineMasks(const QTile& tile, int j, bool inside) {
+  // Combines all masks of tile j. `only_bits`: the bits of its block are its only mask.
+  __device__ __forceinline__ void CombineMasks(const QTile& tile, int j, bool only_bits) {
     tile_mask.PackBits();
-    if (!inside) tile_mask.Intersect(PositionsHere(tile), Entries(p, tile.batch, tile.head), ViewOf(tile, j));
+    if (!only_bits) tile_mask.Intersect(PositionsHere(tile), Entries(p, tile.batch, tile.head), ViewOf(tile, j));
   }
 
   // Replaces q_i k_j by s_ij, with the tile of the bias that was loaded with K.
@@ -82,7 +84,7 @@ struct Probabilities : Products {
   template <bool kInBounds>
   __device__ __forceinline__ void FormScores(const Score& score, const View<false>& view) {
 #pragma unroll
-    for (int i = 0; kWholeScores && (!kBiasTiles || kScoreMod) && i < kWarpgroupKeys / 2; ++i) {
+    for (int i = 0; kWholeScores && kChangesScores && i < kWarpgroupKeys / 2; ++i) {
       const int h = i / 2 % 2, x = i / 4 * 2 + i % 2;
       if (!kBiasTiles) S[i] = score.BeforeMod(S[i], view.Row(h, x), view.Key(h, x));
       S[i] = score.Mod<kInBounds>(S[i], view, h, x);

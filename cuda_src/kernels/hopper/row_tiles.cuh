@@ -11,18 +11,19 @@ constexpr int kRows = kTiling.rows, kKeys = kTiling.cols;  // of q tiles and kv 
 
 // A tile of O, and the kv tiles that it sees. With a block mask, `visible` counts keys instead of tiles.
 struct QTile {
-  int row, head, batch;
+  int row, head, batch;  // row: -1 after the last tile
   Visible visible;
 };
 
 // With a block mask: the next kv tile.
 struct ListedTile {
-  int word = -1;  // 8 j + 4 inside + 2 masked + last; < 0: no tile
+  int word = -1;  // 8 j + 4 only_bits + 2 masked + last; < 0: no tile
   int elements;   // ElementsOf the tile's block
 
   __device__ __forceinline__ bool Exists() const { return word >= 0; }
   __device__ __forceinline__ int J() const { return word >> 3; }
-  __device__ __forceinline__ bool Inside() const { return word & 4; }
+  // Are the bits of the tile's block its only mask?
+  __device__ __forceinline__ bool OnlyBits() const { return word & 4; }
   __device__ __forceinline__ bool Masked() const { return word & 2; }
   __device__ __forceinline__ bool Last() const { return word & 1; }
 };
@@ -84,9 +85,10 @@ struct ListReader {
     if (keys.at < 0) return {};
     const int column = keys.at, kind = KindOfColumn(kinds, column);
     const bool within = tile.visible.every_lo <= column && column + kKeys <= tile.visible.every_hi;
-    const bool inside = within && !(kMaskMod && kind != kFullBlock), masked = !within || kind != kFullBlock;
+    const bool only_bits = within && !(kMaskMod && kind != kFullBlock), masked = !within || kind != kFullBlock;
     keys.Next(tile.visible);
-    return {column / kKeys * 8 + inside * 4 + masked * 2 + (keys.at < 0), ElementsOf(p.block_mask, tile.batch, kind)};
+    return {column / kKeys * 8 + only_bits * 4 + masked * 2 + (keys.at < 0),
+            ElementsOf(p.block_mask, tile.batch, kind)};
   }
 };
 

@@ -127,7 +127,7 @@ struct Consumer {
 
   // Turns q_i k_j into s_ij but for its factor, which goes into the exponent, and hides masked entries.
   template <bool kMasked>
-  __device__ __forceinline__ void ToScores(const QTile& tile, int j, bool inside) {
+  __device__ __forceinline__ void ToScores(const QTile& tile, int j, bool only_bits) {
     if (kSoftCap) {
       Cap(p, S);
 #pragma unroll
@@ -138,7 +138,7 @@ struct Consumer {
     if (!kProblem.q_lengths && !kProblem.ranges) positions.q_length = int64_t(1) << 32;  // rows beyond T are not stored
     if constexpr (kMasksInMemory) {
       tile_mask.PackBits();
-      if (!inside) tile_mask.Intersect(positions, Entries(p, tile.batch, tile.head), ViewOf(tile, j));
+      if (!only_bits) tile_mask.Intersect(positions, Entries(p, tile.batch, tile.head), ViewOf(tile, j));
       tile_mask.Apply(S);
     } else {
       MaskOutside(positions, ViewOf(tile, j), S);
@@ -198,7 +198,7 @@ struct Consumer {
 
   // Adds tile j of K and V. The products for A may still be at work when it returns.
   template <bool kMasked, bool kFirst>
-  __device__ __forceinline__ void AddTile(const QTile& tile, int j, bool last, bool inside = false) {
+  __device__ __forceinline__ void AddTile(const QTile& tile, int j, bool last, bool only_bits = false) {
     FetchMasks<kMasked>(tile, j);
     if (!kListed) MbarrierWait(&shared.k_full[k.index], k.parity);  // before the turn, which others wait for
     TakeTurn();
@@ -209,7 +209,7 @@ struct Consumer {
     Pin(S);
     if (kSoftCap && kScoresMove) Pin(S_dot);
     if (!kFirst) Release(&shared.v_empty[v.Before().index]);
-    ToScores<kMasked>(tile, j, inside);
+    ToScores<kMasked>(tile, j, only_bits);
     ToP();
     MbarrierWait(&shared.v_full[v.index], v.parity);
     if (kValueMoves) IssueA(P, shared.v_tangent[v.index]);
@@ -257,11 +257,11 @@ struct Consumer {
     for (int i = 0; i < kVDim / 2; ++i) A[i] = 0.0f;
     if constexpr (kListed) {  // Algorithm 5, line 8: skip empty blocks
       ListedTile listed = Listed();
-      AddTile<true, true>(tile, listed.J(), listed.Last(), listed.Inside());
+      AddTile<true, true>(tile, listed.J(), listed.Last(), listed.OnlyBits());
       while (!listed.Last()) {
         listed = Listed();
         if (listed.Masked()) {
-          AddTile<true, false>(tile, listed.J(), listed.Last(), listed.Inside());
+          AddTile<true, false>(tile, listed.J(), listed.Last(), listed.OnlyBits());
         } else {
           lacks_reference[0] = lacks_reference[1] = false;
           AddTile<false, false>(tile, listed.J(), listed.Last());

@@ -52,7 +52,8 @@ struct StaticNumbers {
   __device__ __forceinline__ void Request() { number += gridDim.x / kCluster; }
 };
 
-// Can q tiles differ in work? With a window, most see equally many keys.
+// Can q tiles differ in work? With a window, most see equally many keys. AddRowLaunch (plan/hopper.cc) has the same
+// condition.
 constexpr bool kUnevenTiles = (kCausal && !kWindow) || kLengths || kSegments || kProblem.ranges;
 
 // All q tiles, head by head. Each CTA starts with one, and takes more from a counter if the host passes one, which it

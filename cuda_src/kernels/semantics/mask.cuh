@@ -23,8 +23,9 @@ constexpr bool kBlockMask = kProblem.q_block > 0;
 constexpr int kQBlock = kBlockMask ? kProblem.q_block : 16;
 constexpr int kKVBlock = kBlockMask ? kProblem.kv_block : 16;
 
-constexpr bool kListed = kBlockMask;           // do tiles come from block lists instead of ranges?
-constexpr bool kLocal = kWindow || kSegments;  // can keys to the left of a visible key be hidden?
+constexpr bool kListed = kBlockMask;  // do tiles come from block lists instead of ranges?
+// Can keys to the left of a visible key be hidden? True with a window, packed sequences or segments.
+constexpr bool kLocal = kWindow || kSegments;
 // Do positions hide more than later keys?
 constexpr bool kMoreThanCausal = kWindow || kLengths || kProblem.query_offset;
 constexpr bool kMaskModInBlocks = kMaskMod && kBlockMask;  // does mask_mod decide in partial blocks?

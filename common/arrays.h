@@ -127,7 +127,7 @@ std::vector<ArrayDeclaration> DeclaredOperands();
 // The forward's results, the cotangents, and the operands and results of the tangent.
 std::vector<ArrayDeclaration> DeclaredResults();
 
-// Whether a gradient is requested to which each row of queries contributes: its dims are BNT.
+// Does a requested gradient have a value for each row of Q (sinks)? Its dims are BNT.
 bool HasGradientPerRow(const Problem& p);
 
 // The bytes of all operands and results of a pass, without captured arrays and their gradients.

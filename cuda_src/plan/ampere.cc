@@ -122,7 +122,7 @@ KernelTiling WithinBlocks(TileSizes tile, bool warps_have_rows, const Problem& p
 
 Tilings TilingsOf(const Table& table, const Target& target, const Problem& p, bool warps_have_rows = false) {
   Tilings tilings;
-  for (const TileSizes& tile : Candidates(table.Of(p.dtype), target, p, true))
+  for (const TileSizes& tile : Candidates(table.Of(p.dtype), target, p, /*may_divide_blocks=*/true))
     tilings.push_back(WithinBlocks(tile, warps_have_rows, p));
   if (!tilings.empty()) return tilings;
   throw std::invalid_argument("head dims " + std::to_string(p.qk_dim) + " and " + std::to_string(p.v_dim) +

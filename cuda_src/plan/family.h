@@ -16,7 +16,9 @@ inline int64_t RoundUp(int64_t x, int64_t y) { return DivideUp(x, y) * y; }
 inline int64_t RowTiles(const Problem& p, int rows) { return DivideUp(p.q_len_in_blocks(), rows); }
 inline int64_t ColumnTiles(const Problem& p, int cols) { return DivideUp(p.kv_len_in_blocks(), cols); }
 
-// Does the main kernel add dQ in memory, in no fixed order? Otherwise a separate kernel computes dQ.
+// Does the main kernel add dQ in memory? Otherwise a separate kernel computes dQ. If the main kernel can add in a fixed
+// order (hopper::OrderedCandidates), the plan of a deterministic backward uses a copy of the problem with
+// `deterministic` = false, so this is true.
 inline bool SumsDQ(const Problem& p) { return p.dq && !p.deterministic; }
 // Is there work for the main kernel, which computes dK and dV, and dQ if it adds dQ?
 inline bool HasMain(const Problem& p) { return p.dk || p.dv || SumsDQ(p) || p.captured_gradients(); }

@@ -20,7 +20,7 @@ bool BiasByEntry(const Problem& p);
 bool IsLight(const Program& score_mod);
 
 // Is a score_mod, or its derivative, not inlined? A call would serialize wgmmas.
-inline bool IsCalled(const Problem& p) {
+inline bool HasCalledScoreMod(const Problem& p) {
   return std::max(p.score.score_mod.size(), p.score.score_grad.size()) > kMaxInlined;
 }
 

@@ -11,36 +11,39 @@ namespace {
 // --- Tiles ---
 
 // The features that Hopper's kernels support. All other features, including new ones, use Ampere's kernels. Rows
-// exclude more.
+// exclude more. features.h explains slopes, the derivatives of scores.
 constexpr FeatureBits kDerivatives =
     kScoreSlopes | kUnkeptSlopes | kWideSlopesAndSums | kSlopesNotInP | kGradientsOfScore;
 constexpr FeatureBits kSupported = kPositions | kListed | kMaskMod | kScoreFeatures | kWideBias | kBroadcastBias |
                                    kHeavyMod | kDerivatives | kDropout | kMaskCapDropout | kUnpairedBlocks | kSmallCap |
                                    kHeadDimsUpTo128 | kUnrounded | kPreferences;
 
-// The measurements are in docs/design/forward.md, unless a comment names another page.
+// The measurements are in docs/design/forward.md, unless a comment names another page. A row is
+//   {KiB of shared memory, largest head dim, {queries, keys, warpgroups, stages[, with bias tiles]}, not with these}
 constexpr Row kForward[] = {
     // Tiles of a bias: a float32 bias leaves less shared memory at d = 128. (masks-and-biases.md)
     {227, 64, {128, 128, 2, 2, true}},
     {227, 128, {128, 128, 2, 2, true}, kWideBias},
     {227, 128, {128, 96, 2, 2, true}},
-    // Up to d = 64, three or four warpgroups hide each other's softmax. With 256 queries and masks, each warpgroup
-    // visits its own range of keys. With enough keys this is up to 1.89 times as fast for packed sequences. A soft cap
-    // gains 2%, and 8% with a causal mask.
+    // Up to d = 64, three or four warpgroups hide each other's softmax. First, few keys; then many keys without masks.
     {227, 64, {256, 64, 4, 8}, kAddsToScores | kDropout | kLocal | kManyKeys | kFewTiles},
     {227, 64, {192, 128, 3, 2}, kAddsToScores | kDropout | kCausal | kLocal | kSoftCap | kFewTiles},
+    // Masks: each warpgroup visits its own range of keys. With enough keys this is up to 1.89 times as fast for packed
+    // sequences. A soft cap gains 2%, and 8% with a causal mask.
     {227, 64, {256, 64, 4, 8}, kAddsToScores | kDropout | kListed | kLongCausal | kFewTiles},
+    // Block masks, and long causal sequences. Then a light score_mod.
     {227, 64, {192, 128, 3, 2}, kAddsToScores | kDropout | kLocal | kSoftCap | kFewTiles},
     {227, 64, {192, 112, 3, 2}, kBias | kHeavyMod | kDropout | kLocal | kFewTiles},
-    // Few tiles, and dropout: 176 keys are 8% faster at N = 1024. (dropout.md)
+    // Few tiles.
     {227, 64, {128, 128, 2, 3}, kAddsToScores | kDropout | kLocal | kListed},
     {227, 64, {128, 128, 4, 4}, kAddsToScores | kDropout | kSegments | kMaskMod},
+    // Dropout: 176 keys are 8% faster at N = 1024. Then a causal mask. (dropout.md)
     {227, 64, {128, 176, 2, 2}, kAddsToScores | kSoftCap | kCausal | kLocal | kListed},
     {227, 64, {256, 64, 4, 8}, kAddsToScores | kSoftCap | kLengths | kQueryOffset | kListed | kFewTiles},
-    // A bias or a score_mod, entry by entry.
+    // All others; a bias or a score_mod, entry by entry, leaves room for fewer keys.
     {227, 64, {128, 128, 2, 3}, kAddsToScores},
     {227, 64, {128, 96, 2, 3}},
-    // d = 96: +9%, but -6 to -14% with a window, segments or dropout.
+    // d = 96: +9%. A window, segments or dropout would lose 6 to 14%.
     {227, 96, {192, 96, 3, 2}, kAddsToScores | kDropout | kLocal | kFewTiles},
     // Wider heads: the most keys that registers and shared memory have room for.
     {227, 128, {128, 128, 2, 2}, kBias | kHeavyMod},
@@ -72,7 +75,8 @@ constexpr Row kBackward[] = {
     {227, 64, {64, 128, 2, 2, true}},
     {227, 128, {64, 128, 2, 2, true}, kWideBias | kWideSlopesAndSums},
     {227, 128, {64, 128, 2, 2}, kSmallCap | kWideSlopesAndSums},
-    // Pairs are only for wide heads. Their warpgroups exchange P, so the slopes must be in P.
+    // Pairs of CTAs (hopper/backward_pairs.cuh) are only for wide heads. Their warpgroups exchange P, so the slopes
+    // must be in P.
     {227, 256, {64, 64, 2, 2}, kHeadDimsUpTo128 | kUnpairedBlocks | kSmallCap | kSlopesNotInP},
 };
 
@@ -114,8 +118,8 @@ const Rows& RowsOf(const Problem& p, Pass pass) {
 // The tilings that fit. Empty if none do, or if the GPU is not Hopper.
 Tilings TilingsOf(const Rows& rows, const Target& target, const Problem& p) {
   Tilings tilings;
-  if (!target.hopper || IsCalled(p)) return tilings;
-  for (const TileSizes& tile : Candidates(rows, target, p, false))
+  if (!target.hopper || HasCalledScoreMod(p)) return tilings;
+  for (const TileSizes& tile : Candidates(rows, target, p, /*may_divide_blocks=*/false))
     tilings.push_back({Family::kHopper, tile.rows, tile.cols, tile.groups, tile.stages, tile.bias_tiles});
   return tilings;
 }
@@ -123,39 +127,44 @@ Tilings TilingsOf(const Rows& rows, const Target& target, const Problem& p) {
 // --- Variants of the backward ---
 
 constexpr int64_t kMaxListedRows = 2048;  // the longest list of a backward with fused row kernels
-constexpr int64_t kLongHead = 1 << 23;    // entries of Q and dO: 16 MB, plus 16 MB of f32 dQ, which is half the L2
+constexpr int64_t kLongHead = 1 << 23;    // entries of Q and dO: 16 MB. With 16 MB of f32 dQ, half of 60 MB of L2
 
-// Would more than a sixth of the GPU's time be idle with the backward's kv tiles? Causal tiles come in pairs.
+// Would more than a sixth of the GPU's time be idle with the backward's kv tiles? A CTA takes causal tiles two at a
+// time, a long one and a short one (StaticSchedule).
 bool LeavesIdle(const Target& target, const Problem& p) {
   const int64_t items = DivideUp(p.batch * p.kv_heads * DivideUp(p.kv_len, kPairedKeys), p.mask.is_causal ? 2 : 1);
   return 6 * items < 5 * RoundUp(items, target.multiprocessors);
 }
 
-// Should the backward fuse the row kernels before and after it (hopper/backward_fused_rows.cuh)? All arrays must have
-// 16 bits. Three warps of each CTA must keep up with the consumers. They do if rows have many keys, or if all rows are
-// prepared at the same time.
-// Some features would spill registers: three masks, two masks with dropout, and wide heads with empty rows if single
-// rows and the logsumexp have gradients. Query heads that share keys are then computed one by one, and dK and dV are
-// added in f32, because otherwise too many heads would be in progress. That is worthwhile with few tiles. It is also
-// worthwhile if large groups share keys, and the rows that see them do not fit into L2. The lists of a block mask are
-// taken head by head, and a long list would delay later heads.
+// Should the backward fuse the row kernels before and after it (hopper/backward_fused_rows.cuh)?
 bool FusesRows(const Target& target, const Problem& p) {
   const Features has = FeaturesOf(p);
   const bool few = p.batch * p.q_heads * DivideUp(p.q_len, kRowBlock) <= 3 * target.multiprocessors;
-  const bool listed = has.Any(kListed);
-  const int64_t keys = listed ? (p.mask.row_list - kListHeader) * p.mask.kv_block : p.kv_len;  // keys of a row
-  if (!few && (keys < 512 || p.q_len > 2 * p.kv_len)) return false;
+  const bool listed = has.Any(kListed), dropout = has.Any(kDropout);
   const bool narrow = std::max(p.qk_dim, p.v_dim) <= 64;
+  // The keys of a row of Q, and the rows that see a kv tile, from the lengths of a block mask's lists.
+  const int64_t keys = listed ? (p.mask.row_list - kListHeader) * p.mask.kv_block : p.kv_len;
   const bool long_lists = listed && (p.mask.column_list - kListHeader) * p.mask.q_block > kMaxListedRows;
-  const bool dropout = has.Any(kDropout);
+
+  // Three warps of each CTA must keep up with the consumers. They do if they prepare all rows at the same time, or if
+  // rows have enough keys, absolutely and relative to the number of rows.
+  if (!few && (keys < 512 || p.q_len > 2 * p.kv_len)) return false;
+  // Registers: at most two of these: each position mask, dropout, dlogsumexp with dropout.
   if (has.Count(kPositions) + (dropout ? 1 + p.dlogsumexp : 0) > 2) return false;
+  // Registers: wide heads that may have empty rows, if sinks and the logsumexp have gradients.
   if (HasGradientPerRow(p) && p.dlogsumexp && !narrow && p.may_empty_rows()) return false;
+  // Block masks: only without other ranges and shared keys, and with dropout only narrow heads. Their lists are taken
+  // head by head, so a long list would delay later heads.
   if (listed && (p.group() > 1 || has.Any(kRanges) || long_lists || (dropout && !narrow))) return false;
-  const bool shared_keys = p.group() > 1 && narrow;
-  if (dropout && (has.Any(kLocal) || shared_keys)) return false;
+  // Registers: dropout with a window or segments, or with narrow heads that share keys.
+  if (dropout && (has.Any(kLocal) || (p.group() > 1 && narrow))) return false;
+  // Query heads that share keys would be computed one by one, with dK and dV added in f32, because otherwise too many
+  // heads would be in progress. That is only worthwhile with few tiles, or if large groups share keys and the rows that
+  // see them do not fit into L2.
   const bool long_heads = p.q_len * (p.qk_dim + p.v_dim) >= kLongHead && p.kv_len <= p.q_len && !has.Any(kLocal);
   const bool one_by_one = LeavesIdle(target, p) || (long_heads && p.group() >= 4);
   if (p.group() > 1 && !one_by_one) return false;
+  // The kernel: all arrays have 16 bits, no pairs of CTAs, scores are not formed entry by entry.
   return ElementOf(p.dtype).bytes == 2 && !p.unrounded && has.Any(kHeadDimsUpTo128) && !has.Any(kScoreFeatures) &&
          SumsDQ(p);
 }
@@ -226,6 +235,7 @@ int64_t ReserveBackward(const Target& target, const Problem& p, const KernelTili
   Scratch& scratch = plan->scratch;
   const int64_t before = scratch.bytes, heads = p.batch * p.q_heads;
   if (tiling.fused_rows) {
+    // `prepared` counts the row blocks of each head, and `added` its kv tiles (hopper/backward_fused_rows.cuh).
     scratch.Reserve(&Scratch::tile_counter, 4 * (2 + 2 * heads));
     scratch.row_block_counter = scratch.tile_counter + 4;
     scratch.prepared = scratch.row_block_counter + 4;
@@ -233,6 +243,7 @@ int64_t ReserveBackward(const Target& target, const Problem& p, const KernelTili
     scratch.heads = int(HeadsInScratch(target, p));
     scratch.last_heads = int(HeadsAtATime(target, p));
   } else if (tiling.ordered) {
+    // Here `added` counts the kv tiles that have been added to each q tile (hopper/backward_ordered.cuh).
     scratch.Reserve(&Scratch::tile_counter, 4 * (1 + heads * RowTiles(p, tiling.rows)));
     scratch.added = scratch.tile_counter + 4;
   } else if (FeaturesOf(p).Any(kListed)) {  // CTAs take the lists of a block mask from a counter
@@ -290,13 +301,15 @@ Tilings hopper::OrderedCandidates(const Target& target, const Problem& p) {
   const Features has = FeaturesOf(p);
   if (!has.Any(kHeadDimsUpTo128) || has.Any(kScoreFeatures | kSegments | kListed)) return {};
   if (has.Count(kWindow | kQueryOffset) == 2) return {};
-  Tilings tilings = TilingsOf(kBackwardTable.of_two, target, p);
+  Tilings tilings = TilingsOf(kBackwardTable.of_16_bits, target, p);
   for (KernelTiling& tiling : tilings) tiling.ordered = true;
   return tilings;
 }
 
 std::string hopper::WhyNot(const Target& target, const Problem& p, Pass pass) {
-  if (IsCalled(p)) return "its tiles do not support a score_mod, or its derivative, of more than 32 instructions";
+  if (HasCalledScoreMod(p)) {
+    return "its tiles do not support a score_mod, or its derivative, of more than 32 instructions";
+  }
   if (pass == Pass::kTangent && p.dtype == DType::kF32) return "it does not support float32";
   return Obstacle(RowsOf(p, pass), target, p);
 }

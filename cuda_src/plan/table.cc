@@ -15,7 +15,7 @@ bool LoadsBias(const Problem& p, int cols) {
 const Rows& Table::Of(DType dtype) const {
   const int bytes = ElementOf(dtype).bytes;
   if (bytes != 2 && bytes != 4) throw std::logic_error("there are tables for elements of 2 and 4 bytes");
-  return bytes == 2 ? of_two : of_four;
+  return bytes == 2 ? of_16_bits : of_32_bits;
 }
 
 std::vector<TileSizes> Candidates(const Rows& rows, const Target& target, const Problem& p, bool may_divide_blocks) {

@@ -25,7 +25,7 @@ struct TileSizes {
   }
 };
 
-// {shared, dim, {rows, cols, groups, stages}, without}
+// {shared, dim, {rows, cols, groups, stages[, bias_tiles]}, without}
 struct Row {
   int shared;  // KiB of shared memory that the GPU must allow for a CTA
   int dim;     // the maximum of the larger head dim
@@ -49,7 +49,7 @@ struct Rows {
 
 // The rows of a kernel, by element size.
 struct Table {
-  Rows of_two, of_four;
+  Rows of_16_bits, of_32_bits;
 
   const Rows& Of(DType dtype) const;
 };

@@ -18,16 +18,13 @@
 // A tile of Q has kRows rows: 64 or 128, for f32 64. A CTA has kKeys keys: 128, or 64 if a head dim is above 128. For
 // f32 it has 64 if a head dim is above 64 or there is a bias. The host launches
 //   jax_flash_backward_prepare      if not kFusedRows: a CTA of kRowThreads threads for each kRowBlock rows of each
-//   head,
-//                                   with T rounded up to kRows
+//                                   head, with T rounded up to kRows
 //   jax_flash_backward              at most one CTA for each SM, an even number if a head dim is above 128, with
-//   kThreads
-//                                   threads and `jax_flash_shared_bytes` of shared memory. TMA boxes have kRows rows
-//                                   for Q and dO, kKeys for K and V, kBoxRows for dK and dV (if requested), and
-//                                   kFusedBoxRows for the O, dO and dQ of kFusedRows
+//                                   kThreads threads and `jax_flash_shared_bytes` of shared memory. TMA boxes have
+//                                   kRows rows for Q and dO, kKeys for K and V, kBoxRows for dK and dV (if
+//                                   requested), and kFusedBoxRows for the O, dO and dQ of kFusedRows
 //   jax_flash_backward_finish       if dQ is requested, and not kFusedRows: the same grid as _prepare
 //   jax_flash_backward_finish_keys  if kSumKV: a CTA of kRowThreads threads for each kRowBlock keys of each head of K,
-//                                   with S rounded up to kKeys
 //                                   with S rounded up to kKeys
 #pragma once
 
@@ -43,12 +40,13 @@
 
 namespace jax_flash::hopper::backward {
 
-// The two warpgroups divide a tile of dQ: each computes 64 rows, or all rows and a part of the columns. A part of the
-// columns must not cross from one box into the next unless it has whole boxes.
+// The two warpgroups divide a tile of dQ: each computes 64 rows, or all rows and a part of the columns. The first
+// warpgroup has the first kFirstDQWidth columns: half of them, rounded up to 8, because the N of wgmma is a multiple of
+// 8. Above 64 columns it has the first box, because an operand that starts inside a box cannot continue in the next.
 constexpr bool kSplitRows = kRows == 128;
 static_assert(kRows == 64 || (kRows == 128 && !kPairs));
-constexpr int kDQFirst = kSplitRows ? kQKDim : kQKDim > 64 ? 64 : (kQKDim + 8) / 16 * 8;
-constexpr int kDQSecond = kSplitRows ? kQKDim : kQKDim - kDQFirst;
+constexpr int kFirstDQWidth = kSplitRows ? kQKDim : kQKDim > 64 ? 64 : (kQKDim + 8) / 16 * 8;
+constexpr int kSecondDQWidth = kSplitRows ? kQKDim : kQKDim - kFirstDQWidth;
 
 static_assert(kTF32 || kStages == 2);  // dS has two buffers, with the same index as those of Q
 
@@ -64,9 +62,9 @@ struct Consumer : Epilogue {
 
   using Epilogue::Epilogue;
 
-  // Computes one step: one tile of Q and dO. Numbers are lines of Algorithm 4. kFirst: the first step of a kv tile, if
-  // it has separate code. Returns false after the last step.
-  template <bool kFirst>
+  // Computes one step: one tile of Q and dO. Numbers are lines of Algorithm 4. kFirstStep: the first step of a kv tile,
+  // if it has separate code. Returns false after the last step.
+  template <bool kFirstStep>
   __device__ __forceinline__ bool ComputeStep(const KVTile& tile) {
     WaitForQ();
     if (Tuning::kInitializesS) StartS();
@@ -78,15 +76,15 @@ struct Consumer : Epilogue {
     if (!Tuning::kLateMaskFetch) FetchMasks(tile, step);
     WgmmaWait<kDS && !Tuning::kLateDP ? 1 : 0>();
     Pin(S);
-    Softmax(tile, step);             // 12, 13, 14
-    if (Tuning::kEarlyDV) RoundP();  // 15
+    Softmax(tile, step);            // 12, 13, 14
+    if (Tuning::kEarlyDV) PackP();  // 15
     if (kDS && Tuning::kLateDP) IssueKeysTimesRows<kVDim>(dP, SharedV{shared.v}, SharedDO{shared.d_o[at.index]}, false);
     if (kDV && Tuning::kEarlyDV) IssueGradient<kVDim>(dV, P, SharedDO{shared.d_o[at.index]});  // 16
     WgmmaWait<Tuning::kEarlyDV && kDV ? 1 : 0>();
     Pin(dP);
     if (step.last) Release(&shared.v_empty);
-    ComputeDS(tile, step);                      // 18, 20
-    if (kFirst && OpaqueFalse()) return false;  // keeps ptxas from moving code across, which would spill
+    ComputeDS(tile, step);                          // 18, 20; and 15 if not kEarlyDV
+    if (kFirstStep && OpaqueFalse()) return false;  // never taken: ptxas moves no code across, which would spill
     if (kDV && !Tuning::kEarlyDV) IssueGradient<kVDim>(dV, P, SharedDO{shared.d_o[at.index]});
     if (kDQ) {
       StoreDS();
@@ -94,11 +92,11 @@ struct Consumer : Epilogue {
       FenceProxyAsync();  // before TMA overwrites L and D (StoreDS has this fence, too)
     }
     if (kSplitRows) {
-      ComputeDQAndDK<kDQFirst, kFirst>(step, warpgroup, 0);
-    } else if (kDQFirst == kDQSecond || warpgroup == 0) {
-      ComputeDQAndDK<kDQFirst, kFirst>(step, 0, warpgroup * kDQFirst);
+      ComputeDQAndDK<kFirstDQWidth, kFirstStep>(step, warpgroup, 0);
+    } else if (kFirstDQWidth == kSecondDQWidth || warpgroup == 0) {
+      ComputeDQAndDK<kFirstDQWidth, kFirstStep>(step, 0, warpgroup * kFirstDQWidth);
     } else {
-      ComputeDQAndDK<kDQSecond, kFirst>(step, 0, kDQFirst);
+      ComputeDQAndDK<kSecondDQWidth, kFirstStep>(step, 0, kFirstDQWidth);
     }
     at.Next();
     return !step.last;
@@ -120,23 +118,25 @@ struct Consumer : Epilogue {
     }
   }
 
-  // Computes this warpgroup's part of dQ, with 64 rows and kWidth columns, and dK: lines 21 and 22.
+  // Computes this warpgroup's part of dQ, and dK: lines 21 and 22. The part has rows [64 half, 64 half + 64) of the
+  // tile, and kWidth columns from `first_dim` on.
   //
   // If dQ is one step behind (Tuning::kDelayedDQ), the first step of a kv tile has no dQ. With Tuning::kPeeledFirst,
-  // the code of the first step omits it. Otherwise a dQ is computed and discarded, because a branch around it would
-  // serialize all products. The last step also computes its own dQ. With kFusedRows, the first step waits until the dQ
-  // of the previous kv tile has been added.
-  template <int kWidth, bool kFirst>
-  __device__ __forceinline__ void ComputeDQAndDK(Step step, int rows, int column) {
-    const bool add = kDQ && !kFirst && (!Tuning::kDelayedDQ || Tuning::kPeeledFirst || Uniform(row_block) >= 0);
+  // the code of the first step omits it. Otherwise this step's dQ is computed and discarded, because a branch around it
+  // would serialize all products. The last step also computes its own dQ.
+  template <int kWidth, bool kFirstStep>
+  __device__ __forceinline__ void ComputeDQAndDK(Step step, int half, int first_dim) {
+    const bool add = kDQ && !kFirstStep && (!Tuning::kDelayedDQ || Tuning::kPeeledFirst || Uniform(row_block) >= 0);
+    // The dS for dQ: of the previous step if dQ is one step behind and will be added, otherwise of this step.
     const Ring<kStages> from = Tuning::kDelayedDQ && add ? at.Before() : at;
     DQ<kWidth> dQ;
-    if (Tuning::kDelayedDQ && !kFirst) MbarrierWait(&shared.ds_full[from.index], from.parity);
-    if (kDQ && !kFirst) IssueDQ(dQ, SharedDSTransposed{shared.ds[from.index]}, rows, column);
+    if (Tuning::kDelayedDQ && !kFirstStep) MbarrierWait(&shared.ds_full[from.index], from.parity);
+    if (kDQ && !kFirstStep) IssueDQ(dQ, SharedDSTransposed{shared.ds[from.index]}, half, first_dim);
     if (kDK) IssueGradient<kQKDim>(dK, dS, SharedQ{shared.q[at.index]});
-    WgmmaWait<kDK && (kFirst || (kDQ && kWidth > 0)) ? 1 : 0>();
+    // Waits for dV and dQ; only dK may still run.
+    WgmmaWait<kDK && (kFirstStep || (kDQ && kWidth > 0)) ? 1 : 0>();
     Pin(dV);
-    if (!kFirst) Pin(dQ.C);
+    if (!kFirstStep) Pin(dQ.C);
     // The step is read again, which takes fewer registers than keeping it: here, or if registers are scarcest, after dQ
     // has been added.
     if (Tuning::kDelayedDQ && !Tuning::kLateStepReread) step = StepHere();
@@ -144,20 +144,20 @@ struct Consumer : Epilogue {
     if (!Tuning::kDelayedDQ && step.last) Release(&shared.k_empty);
     if (Tuning::kDelayedDQ && add) Release(&shared.ds_empty[from.index]);
     if (add) {
-      AddDQ(dQ, (Tuning::kDelayedDQ ? row_block : step.row_block) + rows, column, from);
+      AddDQ(dQ, (Tuning::kDelayedDQ ? row_block : step.row_block) + half, first_dim, from);
     } else if (kFusedRows) {
-      TmaWaitAll();
+      TmaWaitAll();  // the dQ of the previous kv tile has been added (backward_fused_rows.cuh)
     }
     if (Tuning::kDelayedDQ && Tuning::kLateStepReread) step = StepHere();
     row_block = step.row_block;
     if (Tuning::kDelayedDQ && step.last) {
       MbarrierWait(&shared.ds_full[at.index], at.parity);
-      IssueDQ(dQ, SharedDSTransposed{shared.ds[at.index]}, rows, column);
+      IssueDQ(dQ, SharedDSTransposed{shared.ds[at.index]}, half, first_dim);
       WgmmaWait<0>();
       Pin(dQ.C);
       Release(&shared.ds_empty[at.index]);
       Release(&shared.k_empty);
-      AddDQ(dQ, row_block + rows, column, at);
+      AddDQ(dQ, row_block + half, first_dim, at);
     }
     WgmmaWait<0>();
     Pin(dK);
@@ -166,10 +166,10 @@ struct Consumer : Epilogue {
 
   // Begins dQ = dS K: line 21.
   template <int kWidth>
-  __device__ __forceinline__ void IssueDQ(DQ<kWidth>& dQ, SharedDSTransposed ds, int rows, int column) {
+  __device__ __forceinline__ void IssueDQ(DQ<kWidth>& dQ, SharedDSTransposed ds, int half, int first_dim) {
     if constexpr (kWidth > 0) {
-      const auto a = ds.MNMajorBox(rows);
-      const auto b = SharedK{shared.k}.MNMajor(0, column);
+      const auto a = ds.MNMajorBox(half);
+      const auto b = SharedK{shared.k}.MNMajor(0, first_dim);
       WgmmaFence();
 #pragma unroll
       for (int j = 0; j < kKeys / 16; ++j) {
@@ -190,7 +190,7 @@ struct Consumer : Epilogue {
   // Tells the threads that add dQ that there are no more tiles.
   __device__ __forceinline__ void EndDQ() {
     WaitForAdders();
-    if (kDQSecond == 0 && warpgroup > 0) return;  // it adds to no dQ
+    if (kSecondDQWidth == 0 && warpgroup > 0) return;  // it adds to no dQ
     for (int i = 0; i < kStages; ++i, at.Next()) PassOn({-1, 0}, at);
   }
 
@@ -199,7 +199,7 @@ struct Consumer : Epilogue {
     Clear(dK);
     Clear(dV);
     const bool more = NextTile();
-    if (kFusedRows && (!more || !Tuning::kDelayedDQ)) TmaWaitAll();
+    if (kFusedRows && (!more || !Tuning::kDelayedDQ)) TmaWaitAll();  // all dQ so far have been added
     TmaWaitRead<0>();  // waits until the stores of the previous tile's gradients have read shared memory
     if (!more) return false;
     const KVTile& tile = TileHere();
@@ -213,13 +213,14 @@ struct Consumer : Epilogue {
       if (kFusedRows) TmaWaitAll();
       Release(&shared.k_empty);
       Release(&shared.v_empty);
-      if (kFusedRows && Uniform(tile.batch) < 0) return true;
+      if (kFusedRows && Uniform(tile.batch) < 0) return true;  // an empty tile of Producer::Flush has no dK and dV
     }
     if (kSumKV || !kStoredInDS) TmaWaitRead<0>();
     if (kOrdered && !kStoredInDS) WaitForAdders();
     SyncConsumers();  // waits until the last dQ has read all of dS
     if constexpr (kSumKV) {
       if (kDV) AddGradient<kVDim, 0>(dV, p.dv_sum, tile);
+      // dK continues with the staging slot after the last one of dV.
       if (kDK) AddGradient<kQKDim, kDV ? Boxes(kVDim) % 2 : 0>(dK, p.dk_sum, tile);
       return true;
     }
@@ -242,7 +243,7 @@ __device__ __forceinline__ void Consume(const Params& p, Shared& shared, const T
   if constexpr (kOrdered) consumer.EndDQ();
   if (!kFusedRows) return;
   SyncConsumers();
-  const int last = consumer.TileHere().item_head;
+  const int last = consumer.TileHere().item_head;  // no later tile lets the producer report this one
   FenceProxyAsyncGlobal();
   Count(p.added + last, threadIdx.x == kWarpgroup && last >= 0);
 }
@@ -269,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
       MbarrierInit(&shared.do_t_empty, ArrivalsOf(kDOReaders));
     }
     for (int s = 0; kOrdered && s < kStages; ++s) {
-      MbarrierInit(&shared.dq_full[s], ArrivalsOf(4 * (kDQSecond > 0 ? kConsumers : 1)));
+      MbarrierInit(&shared.dq_full[s], ArrivalsOf(4 * (kSecondDQWidth > 0 ? kConsumers : 1)));
       MbarrierInit(&shared.dq_empty[s], 1);
     }
     for (int i = 0; i < 6; ++i) MbarrierInit(&shared.rows_full[i / 2][i % 2], 1);

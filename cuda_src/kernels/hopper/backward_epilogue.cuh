@@ -17,7 +17,7 @@ struct Epilogue : Probabilities {
   // / 4 is an immediate offset. If even four need too many registers, MatricesOf derives them from one.
   template <int kBoxes>
   __device__ __forceinline__ uint32_t Matrices(SharedTile<kKeys, kBoxes> keys, int lane, int c) const {
-    const uint8_t* const rows = keys.memory + c / 4 * keys.kBox + (first_key + 16 * warp) * kBoxBytes;
+    const uint8_t* const rows = keys.memory + c / 4 * keys.kBox + (key_offset + 16 * warp) * kBoxBytes;
     if constexpr (kSameKeys) return MatricesOf(rows, lane, c % 4);
     return SharedAddress(rows + lane % 16 * 128 + ((c % 4 * 2 + lane / 16) ^ lane % 8) * 16);
   }
@@ -45,7 +45,7 @@ struct Epilogue : Probabilities {
     SyncWarpgroup();
     if (threadIdx.x % kWarpgroup == 0) {
       for (int b = 0; b < Boxes(kDim); ++b)
-        TmaStore(map, to.Box(b) + first_key * kBoxBytes, b * kBoxColumns, tile.column + first_key, tile.head,
+        TmaStore(map, to.Box(b) + key_offset * kBoxBytes, b * kBoxColumns, tile.first_key + key_offset, tile.head,
                  tile.batch);
       if (!kEveryThread) TmaCommit();
     }
@@ -58,18 +58,20 @@ struct Epilogue : Probabilities {
     float C[kWidth > 0 ? kWidth / 2 : 1];
   };
 
-  // Adds dQ of the step `of` to the sums in HBM, from `column` on. `row_block` is the index of 64 rows among all heads.
+  // Adds dQ of the step `of` to the sums in HBM, from column `first_dim` on. `row_block` is the index of 64 rows among
+  // all heads.
   template <int kWidth>
-  __device__ __forceinline__ void AddDQ(const DQ<kWidth>& dQ, int row_block, int column, const Ring<kStages>& of = {}) {
+  __device__ __forceinline__ void AddDQ(const DQ<kWidth>& dQ, int row_block, int first_dim,
+                                        const Ring<kStages>& of = {}) {
     if (kWidth == 0) return;
     float* staged = reinterpret_cast<float*>(StagedDQ(shared, of.index)) +
-                    (row_block % (kRows / 64) * 4 + warp) * 16 * kQKDim + 16 * column;
+                    (row_block % (kRows / 64) * 4 + warp) * 16 * kQKDim + 16 * first_dim;
     if constexpr (kOrdered) {
       MbarrierWait(&shared.dq_empty[of.index], of.parity ^ 1);
       Stage<0, kWidth>(dQ.C, staged);
-      PassOn({row_block, TileHere().column}, of);
+      PassOn({row_block, TileHere().first_key}, of);
     } else {
-      float* to = p.dq_sum + int64_t(row_block * 4 + warp) * 16 * kQKDim + 16 * column;
+      float* to = p.dq_sum + int64_t(row_block * 4 + warp) * 16 * kQKDim + 16 * first_dim;
       TmaWaitRead<0>();
       AddColumns<0, kWidth>(to, dQ.C, staged);
     }
@@ -81,22 +83,22 @@ struct Epilogue : Probabilities {
     Release(&shared.dq_full[of.index]);
   }
 
-  // Adds kWidth columns of this warp's rows of C, or the first `columns` of them, to sums in HBM, through shared
-  // memory.
-  template <int kFirst, int kWidth, int kCount>
+  // Adds kWidth columns from kFirstColumn on of this warp's rows of C, or the first `columns` of them, to sums in HBM,
+  // through shared memory.
+  template <int kFirstColumn, int kWidth, int kCount>
   __device__ __forceinline__ void AddColumns(float* to, const float (&C)[kCount], float* staged, int columns = kWidth) {
     SyncWarp();
-    Stage<kFirst, kWidth>(C, staged);
+    Stage<kFirstColumn, kWidth>(C, staged);
     BulkReduceAdd(lane == 0 && columns > 0, to, staged, 16 * min(columns, kWidth) * 4);
     TmaCommit();
   }
 
-  // Writes kWidth columns of this warp's rows of C to shared memory, for TMA.
-  template <int kFirst, int kWidth, int kCount>
+  // Writes kWidth columns from kFirstColumn on of this warp's rows of C to shared memory, for TMA.
+  template <int kFirstColumn, int kWidth, int kCount>
   __device__ __forceinline__ void Stage(const float (&C)[kCount], float* staged) {
 #pragma unroll
     for (int r = 0; r < kWidth / 8; ++r) {
-      const float* x = C + kFirst / 2 + 4 * r;
+      const float* x = C + kFirstColumn / 2 + 4 * r;
       reinterpret_cast<float4*>(staged)[r * 32 + lane] = make_float4(x[0], x[1], x[2], x[3]);
     }
     FenceProxyAsync();
@@ -107,14 +109,16 @@ struct Epilogue : Probabilities {
   // (slot 0) and staging (slot 1), starting with kSlot.
   template <int kDim, int kSlot, int kBox = 0>
   __device__ __forceinline__ void AddGradient(const float (&C)[kDim / 2], float* sum, const KVTile& tile) {
-    constexpr int kFirst = kBox * kBoxColumns, kWidth = kDim - kFirst < kBoxColumns ? kDim - kFirst : kBoxColumns;
+    constexpr int kFirstColumn = kBox * kBoxColumns,
+                  kWidth = kDim - kFirstColumn < kBoxColumns ? kDim - kFirstColumn : kBoxColumns;
     const int consumer_warp = Opaque(int(threadIdx.x)) / 32u - 4;  // recomputed to save registers
-    const int block = (tile.batch * p.kv_heads + tile.head) * KeyBlocksOfHead(p) + tile.column / 64;
+    const int block = (tile.batch * p.kv_heads + tile.head) * KeyBlocksOfHead(p) + tile.first_key / 64;
     uint8_t* const slot = kSlot == 0 ? reinterpret_cast<uint8_t*>(shared.ds) : shared.staging;
     float* const staged = reinterpret_cast<float*>(slot) + consumer_warp * (16 * kBoxColumns);
     TmaWaitRead<1>();
-    AddColumns<kFirst, kWidth>(sum + ((int64_t(block) * 4 + consumer_warp) * kDim + kFirst) * 16, C, staged);
-    if constexpr (kFirst + kWidth < kDim) AddGradient<kDim, 1 - kSlot, kBox + 1>(C, sum, tile);
+    AddColumns<kFirstColumn, kWidth>(sum + ((int64_t(block) * 4 + consumer_warp) * kDim + kFirstColumn) * 16, C,
+                                     staged);
+    if constexpr (kFirstColumn + kWidth < kDim) AddGradient<kDim, 1 - kSlot, kBox + 1>(C, sum, tile);
   }
 
   __device__ __forceinline__ void ReleaseKV() {

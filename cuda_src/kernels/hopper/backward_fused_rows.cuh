@@ -6,7 +6,17 @@
 // Warps take heads and kv tiles in order, and never wait for a later one. So there is no deadlock for any number of
 // concurrent CTAs. The tiles of the last heads may be interleaved (scheduler/schedule.cuh). These heads have scratch
 // from the start, and do not wait for each other.
-// the start, and do not wait for each other.
+//
+// Each head of Q has two counters in HBM:
+//   prepared  blocks of rows with L, D and zeros for dQ. The warps of this file count them (Prepare). A producer waits
+//             for all of them before it loads rows of the head (Producer::WaitForRows)
+//   added     kv tiles whose dQ has been added. These warps wait for all of them before they convert dQ (Finish)
+//
+// Additions to dQ are asynchronous. Consumers wait for the additions of a kv tile only in the next tile: in its first
+// step with Tuning::kDelayedDQ, otherwise before its first step, and always before they release its K (k_empty). When
+// the producer sees this release, it counts the tile before as added (Producer::Unreported). Consumers count the last
+// tile of a CTA themselves (Consume). A wait for rows may be a wait for scratch that a tile of this CTA, not counted
+// yet, still uses. Then the producer first sends an empty tile through the consumers (Producer::Flush).
 #pragma once
 
 #include "hopper/backward_rows.cuh"

@@ -54,7 +54,7 @@ struct DQAdder {
   // The number of kv tiles that add to this q tile before this one: the tiles after it that these rows see.
   __device__ __forceinline__ int AddedBefore(const DQTile& tile) const {
     const int blocks = BlocksOfHead(p), head = tile.row_block / blocks;
-    const int row = (tile.row_block - head * blocks) / (kRows / kRowBlock), key_tile = tile.column / kKeys;
+    const int row = (tile.row_block - head * blocks) / (kRows / kRowBlock), key_tile = tile.first_key / kKeys;
     const Positions positions = PositionsOf(p, head / p.q_heads);
     const auto keys = AnyRowKeys(positions, int64_t(row) * kRows, int64_t(row + 1) * kRows);
     return int(keys.hi - 1) / kKeys - key_tile;

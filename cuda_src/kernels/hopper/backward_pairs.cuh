@@ -65,11 +65,11 @@ struct ConsumerOfP : Epilogue {
       const int stage = at.index;
       WgmmaWait<0>();
       Pin(S);
-      Softmax(tile, step);                      // 12, 13, 14
-      if (Tuning::kRecomputesSlopes) RoundP();  // 15
-      if (!Tuning::kStartsAtL) SyncWarp();      // all lanes have read l and m of these rows
+      Softmax(tile, step);                     // 12, 13, 14
+      if (Tuning::kRecomputesSlopes) PackP();  // 15
+      if (!Tuning::kStartsAtL) SyncWarp();     // all lanes have read l and m of these rows
       ReleaseRows(&shared.q_empty[stage]);
-      if (!Tuning::kRecomputesSlopes) RoundP();  // 15
+      if (!Tuning::kRecomputesSlopes) PackP();  // 15
       if (kDS) SendP(shared.staging);
       MbarrierWait(&shared.do_full[stage], at.parity);
       if (kDV) IssueGradient<kVDim>(dV, P, SharedDO{shared.d_o[stage]});  // 16
@@ -150,24 +150,24 @@ struct ConsumerOfDS : Epilogue {
   }
 
   // The same, but dQ is one step behind, so no product waits for the other CTA, and the tensor cores have work while
-  // this warpgroup computes dS. kFirst: the first step of a kv tile, which has no dQ yet.
-  template <bool kFirst>
+  // this warpgroup computes dS. kFirstStep: the first step of a kv tile, which has no dQ yet.
+  template <bool kFirstStep>
   __device__ __forceinline__ bool ComputeStepWithDelayedDQ(const KVTile& tile) {
     WaitForQ();
     MbarrierWait(&shared.do_full[at.index], at.parity);
     IssueKeysTimesRows<kVDim>(dP, SharedV{shared.v}, SharedDO{shared.d_o[at.index]}, false);  // 17
-    if (!kFirst) IssueDQ();                                                                   // 21
+    if (!kFirstStep) IssueDQ();                                                               // 21
     const Step step = StepHere();
     ReceiveP(shared.staging, step.last);
-    WgmmaWait<kFirst ? 0 : 1>();
+    WgmmaWait<kFirstStep ? 0 : 1>();
     Pin(dP);
-    if (!kFirst) ReleaseQ(at.Before());
+    if (!kFirstStep) ReleaseQ(at.Before());
     ComputeDS(tile, step);  // 18, 20
     ReleaseRows(&shared.do_empty[at.index]);
-    if (!kFirst) FinishDQ();
+    if (!kFirstStep) FinishDQ();
     SendDS();
     if (kDK) IssueGradient<kQKDim>(dK, dS, SharedQ{shared.q[at.index]});  // 22
-    if (!kFirst) AddDQ(row_block);
+    if (!kFirstStep) AddDQ(row_block);
     row_block = step.row_block;
     at.Next();
     return !step.last;
@@ -231,15 +231,15 @@ struct ConsumerOfDS : Epilogue {
   // Adds dQ to the sums in HBM. Through shared memory this warpgroup does not wait for the L2; wider heads have no
   // room.
   __device__ __forceinline__ void AddDQ(int row_block) {
-    const int column = ClusterRank() * kHalfColumns, columns = kQKDim - column;
-    float* to = p.dq_sum + int64_t(row_block * 4 + warp) * 16 * kQKDim + 16 * column;
+    const int first_dim = ClusterRank() * kHalfColumns, dims = kQKDim - first_dim;
+    float* to = p.dq_sum + int64_t(row_block * 4 + warp) * 16 * kQKDim + 16 * first_dim;
     if constexpr (Tuning::kDelayedDQ) {
       TmaWaitRead<0>();
-      AddColumns<0, kHalfColumns>(to, dQ, shared.dq + warp * 16 * kHalfColumns, columns);
+      AddColumns<0, kHalfColumns>(to, dQ, shared.dq + warp * 16 * kHalfColumns, dims);
     } else {
 #pragma unroll
       for (int r = 0; r < kHalfColumns / 8; ++r) {
-        if (kQKDim == 2 * kHalfColumns || 8 * r < columns)
+        if (kQKDim == 2 * kHalfColumns || 8 * r < dims)
           AddToGlobal(to + r * 128, {dQ[4 * r], dQ[4 * r + 1], dQ[4 * r + 2], dQ[4 * r + 3]});
       }
     }

@@ -46,16 +46,16 @@ struct Producer {
       WaitForRows(item);
       const int head = item % heads, batch = item / heads;
       const Positions positions = PositionsOf(p, batch);
-      Column found = {{t * kClusterKeys + (kPairs ? ClusterRank() * kKeys : 0), head / sharing, batch, item},
-                      RowsOf(p, positions, batch, t * kClusterKeys, (t + 1) * kClusterKeys)};
+      VisibleTile found = {{t * kClusterKeys + (kPairs ? ClusterRank() * kKeys : 0), head / sharing, batch, item},
+                           RowsOf(p, positions, batch, t * kClusterKeys, (t + 1) * kClusterKeys)};
       const int first = found.rows.any_lo / kRows, end = (found.rows.any_hi + kRows - 1) / kRows;
       const int steps = found.rows.any_lo < found.rows.any_hi ? (end - first) * group : 0;
       found.tile.steps = steps;
-      if (kColumnInShared) shared.column = found;
+      if (kVisibleTileInShared) shared.visible_tile = found;
       const int every_hi = EveryHi(found.rows, positions);
-      const Column& column = kColumnInShared ? shared.column : found;
-      const KVTile& tile = column.tile;
-      const Visible& rows = column.rows;
+      const VisibleTile& visible = kVisibleTileInShared ? shared.visible_tile : found;
+      const KVTile& tile = visible.tile;
+      const Visible& rows = visible.rows;
       // Loads the n-th q tile from the end. The first q tile is loaded before K and V, because its buffer is free
       // earlier. The next kv tile is requested from the scheduler before the last q tile, to hide the latency of the
       // atomic.
@@ -63,7 +63,7 @@ struct Producer {
         const bool masked = row < rows.every_lo || row + kRows > every_hi;
         const bool hides = row < rows.every_lo || row + kRows > rows.every_hi;
         if (n == 1) schedule.Request();
-        Load({row, q_head, row_block, kFullBlock, masked ? Masks::kAll : Masks::kNone, n == 1}, batch, tile.column,
+        Load({row, q_head, row_block, kFullBlock, masked ? Masks::kAll : Masks::kNone, n == 1}, batch, tile.first_key,
              hides);
         if (n == steps) LoadKV(tile);
       };
@@ -104,19 +104,19 @@ struct Producer {
       WaitForRows(item);
       const int head = item % p.kv_heads, batch = item / p.kv_heads;
       const BlockList blocks = ColumnList(p, batch, head * (p.q_heads / p.kv_heads), t / kTiles);
-      const int column = FirstColumn<kClusterKeys>(blocks, t % kTiles);
+      const int first_key = FirstColumn<kClusterKeys>(blocks, t % kTiles);
       const Positions positions = PositionsOf(p, batch);
-      Column found = {{column + (kPairs ? ClusterRank() * kKeys : 0), head, batch, item},
-                      RowsOf(p, positions, batch, column, column + kClusterKeys)};
+      VisibleTile found = {{first_key + (kPairs ? ClusterRank() * kKeys : 0), head, batch, item},
+                           RowsOf(p, positions, batch, first_key, first_key + kClusterKeys)};
       found.rows.every_hi = EveryHi(found.rows, positions);
-      if (kColumnInShared) shared.column = found;
-      auto& [tile, rows] = kColumnInShared ? shared.column : found;
+      if (kVisibleTileInShared) shared.visible_tile = found;
+      auto& [tile, rows] = kVisibleTileInShared ? shared.visible_tile : found;
       ListedQTiles<kRows> at(p, tile.batch, tile.head, blocks, rows);
       tile.steps = at.Exists();
       if (!at.Exists()) schedule.Request(), LoadKV(tile);
       for (bool first = true; at.Exists(); first = false) {
         const int row = at.row, q_head = at.head;
-        const int kind = KindOfBlock(p, tile.batch, q_head, row, tile.column);
+        const int kind = KindOfBlock(p, tile.batch, q_head, row, tile.first_key);
         at.Next();
         const bool within = row >= rows.every_lo && row + kRows <= rows.every_hi, last = !at.Exists();
         const Masks masks = !within              ? Masks::kAll
@@ -124,7 +124,7 @@ struct Producer {
                             : kMaskMod           ? Masks::kAll
                                                  : Masks::kOnlyBlock;
         if (last) schedule.Request();
-        Load({row, q_head, RowBlockOf(tile.batch, q_head, row), kind, masks, last}, tile.batch, tile.column, true);
+        Load({row, q_head, RowBlockOf(tile.batch, q_head, row), kind, masks, last}, tile.batch, tile.first_key, true);
         if (first) LoadKV(tile);
       }
     }
@@ -184,7 +184,7 @@ struct Producer {
   __device__ __forceinline__ void End() {
     MbarrierWait(&shared.k_empty, kv_parity ^ 1);
     ReportAdded(Unreported());
-    shared.tile[kv_parity].column = -1;
+    shared.tile[kv_parity].first_key = -1;
     MbarrierArrive(&shared.k_full);
     if (kTF32) {
       const int stage = loaded % kStages, parity = loaded / kStages % 2;
@@ -195,22 +195,22 @@ struct Producer {
   }
 
   __device__ __forceinline__ void LoadKV(const KVTile& tile) {
-    const auto load = [&](uint8_t* to, const TensorMap* map, uint64_t* full, int d, int column) {
-      TmaLoad(to, map, full, d, column, tile.head, tile.batch);
+    const auto load = [&](uint8_t* to, const TensorMap* map, uint64_t* full, int d, int first_key) {
+      TmaLoad(to, map, full, d, first_key, tile.head, tile.batch);
     };
-    // The number of existing keys from `column` on. The others are set to 0: their P is 0, but 0 times a NaN in K or V
-    // is NaN.
-    const auto keys = [&](int column) {
+    // The number of existing keys from `first_key` on. The others are set to 0: their P is 0, but 0 times a NaN in K or
+    // V is NaN.
+    const auto keys = [&](int first_key) {
       if (!kProblem.kv_lengths) return kKeys;
-      return min(max(int(PositionsOf(p, tile.batch).kv_length) - column, 0), kKeys);
+      return min(max(int(PositionsOf(p, tile.batch).kv_length) - first_key, 0), kKeys);
     };
-    const int own = keys(tile.column), other = kPairs ? keys(tile.column ^ kKeys) : kKeys;
+    const int own = keys(tile.first_key), other = kPairs ? keys(tile.first_key ^ kKeys) : kKeys;
 
     const SharedV v{shared.v};
     MbarrierWait(&shared.v_empty, kv_parity ^ 1);
     uint64_t* const v_landed = own < kKeys ? &shared.uncleared[0].barrier : &shared.v_full;
     MbarrierArriveExpectTx(v_landed, v.kBytes);
-    for (int b = 0; b < kVBoxes; ++b) load(v.Box(b), v_map, v_landed, b * kBoxColumns, tile.column);
+    for (int b = 0; b < kVBoxes; ++b) load(v.Box(b), v_map, v_landed, b * kBoxColumns, tile.first_key);
 
     MbarrierWait(&shared.k_empty, kv_parity ^ 1);
     const int added = Unreported();
@@ -224,13 +224,13 @@ struct Producer {
       const int half = ClusterRank() * kHalfColumns, rest = kHalfColumns - half;
       MbarrierArriveExpectTx(k_landed, 3 * SharedHalfK::kBytes);
       for (int b = 0; b < kHalfBoxes; ++b) {
-        load(own_half.Box(b), k_map, k_landed, half + b * 64, tile.column);
-        load(other_half.Box(b), k_map, k_landed, half + b * 64, tile.column ^ kKeys);
-        load(rest_of_k.Box(b), k_map, k_landed, rest + b * 64, tile.column);
+        load(own_half.Box(b), k_map, k_landed, half + b * 64, tile.first_key);
+        load(other_half.Box(b), k_map, k_landed, half + b * 64, tile.first_key ^ kKeys);
+        load(rest_of_k.Box(b), k_map, k_landed, rest + b * 64, tile.first_key);
       }
     } else {
       MbarrierArriveExpectTx(k_landed, sizeof(shared.k));
-      for (int b = 0; b < kQKBoxes; ++b) load(k.Box(b), k_map, k_landed, b * kBoxColumns, tile.column);
+      for (int b = 0; b < kQKBoxes; ++b) load(k.Box(b), k_map, k_landed, b * kBoxColumns, tile.first_key);
     }
 
     if (own < kKeys) {
@@ -252,9 +252,9 @@ struct Producer {
     ReportAdded(added);  // last, because K should not wait for its fence and release
   }
 
-  // Loads a tile of Q and dO, and the tile of the bias for their rows and the keys from `column` on. `hides`: masks
+  // Loads a tile of Q and dO, and the tile of the bias for their rows and the keys from `first_key` on. `hides`: masks
   // hide entries of the tile. Otherwise a row can be empty only if its scores are -inf.
-  __device__ __forceinline__ void Load(const Step& step, int batch, int column, bool hides) {
+  __device__ __forceinline__ void Load(const Step& step, int batch, int first_key, bool hides) {
     const int stage = loaded % kStages, parity = loaded / kStages % 2;
     const int64_t statistics = int64_t(step.row_block) * kRowBlock;
     const bool clears = kEmptyRows && (hides || kBias || kScoreMod) &&
@@ -270,7 +270,7 @@ struct Producer {
     shared.step[stage] = step;
     MbarrierArriveExpectTx(q_landed, sizeof(shared.q[0]) + sizeof(shared.minus_l[0]) + kBiasTile);
     SharedQ{shared.q[stage]}.Load(q_map, q_landed, step.row, step.head, batch);
-    if (kBiasTiles) LoadBiasTile(p, shared.bias[stage], bias_map, q_landed, step.row, column, step.head, batch);
+    if (kBiasTiles) LoadBiasTile(p, shared.bias[stage], bias_map, q_landed, step.row, first_key, step.head, batch);
     BulkLoad(shared.minus_l[stage][0], p.logsumexp + statistics, kRows * 4, q_landed);
     if (kSeparateMaximum)
       BulkLoad(shared.minus_l[stage][kSeparateMaximum], p.maximum + statistics, kRows * 4, q_landed);

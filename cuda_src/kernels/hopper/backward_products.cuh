@@ -26,7 +26,8 @@ __device__ __forceinline__ void SyncConsumers() { BarrierSync(kConsumersBarrier,
 struct Warpgroup {
   const Params& p;
   Shared& shared;
-  const int warpgroup, warp, lane, first_key;
+  const int warpgroup, warp, lane;
+  const int key_offset;  // of the warpgroup's keys in the kv tile
   uint32_t kv_parity = 0;
   Ring<kStages> at;  // the buffers of Q and dO
 
@@ -36,13 +37,13 @@ struct Warpgroup {
         warpgroup(Uniform(threadIdx.x / kWarpgroup - 1)),
         warp(threadIdx.x % kWarpgroup / 32),
         lane(threadIdx.x % 32),
-        first_key(kSameKeys ? 0 : 64 * warpgroup) {}
+        key_offset(kSameKeys ? 0 : 64 * warpgroup) {}
 
   // Waits for the next kv tile. Returns false at the end. Afterwards TileHere is that tile, until the second call of
   // NextTile from here.
   __device__ __forceinline__ bool NextTile() {
     MbarrierWait(&shared.k_full, kv_parity);
-    if (Uniform(shared.tile[kv_parity].column) < 0) return false;
+    if (Uniform(shared.tile[kv_parity].first_key) < 0) return false;
     MbarrierWait(&shared.v_full, kv_parity);
     kv_parity ^= 1;
     return true;
@@ -81,7 +82,7 @@ struct Warpgroup {
   __device__ __forceinline__ void SyncWarpgroup() { BarrierSync(kWarpgroupBarrier + warpgroup, kWarpgroup); }
 
   __device__ __forceinline__ int Key(const KVTile& tile) const {
-    return tile.column + first_key + 16 * warp + lane / 4;
+    return tile.first_key + key_offset + 16 * warp + lane / 4;
   }
 };
 
@@ -96,7 +97,7 @@ struct Products : Warpgroup {
   template <int kDim, int kBoxes>
   __device__ __forceinline__ void IssueKeysTimesRows(float (&C)[kRows / 2], SharedTile<kKeys, kBoxes> keys,
                                                      SharedTile<kRows, kBoxes> rows, bool accumulate) {
-    const auto a = keys.KMajor(first_key);
+    const auto a = keys.KMajor(key_offset);
     const auto b = rows.KMajor();
     WgmmaFence();
 #pragma unroll

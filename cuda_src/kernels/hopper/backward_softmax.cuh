@@ -41,7 +41,7 @@ struct Probabilities : Products {
     for (int i = 0; i < kRows / 2; ++i) S[i] *= Unit(p);
 #pragma unroll
     for (int c = 0; c < kRows; c += 16)
-      AddBiasTile<true>(shared.bias[at.index] + c * kBoxBytes, first_key + 16 * warp, S + c / 2);
+      AddBiasTile<true>(shared.bias[at.index] + c * kBoxBytes, key_offset + 16 * warp, S + c / 2);
   }
 
   __device__ __forceinline__ void FormScores(const Score& score, const View<true>& view) {
@@ -118,7 +118,7 @@ struct Probabilities : Products {
   __device__ __forceinline__ void ApplyZ(const KVTile& tile, const Step& step) {
     if (Tuning::kStopBeforeZ && OpaqueFalse()) return;
     const Seed seed(p, tile.batch, step.head);
-    const int columns = tile.column / 16 + first_key / 16 + warp;
+    const int columns = tile.first_key / 16 + key_offset / 16 + warp;
 #pragma unroll
     for (int c = 0; c < kRows / 16; ++c) {
       if (Tuning::kStopInZ && c == kRows / 16 - 1 && OpaqueFalse()) return;
@@ -127,7 +127,7 @@ struct Probabilities : Products {
   }
 
   // Packs P as an operand of dV. Then multiplies P by the slopes, if any, because from here on only dS needs P.
-  __device__ __forceinline__ void RoundP() {
+  __device__ __forceinline__ void PackP() {
 #pragma unroll
     for (int i = 0; i < kRows / 4; ++i) {
       P[i] = PackKept(S[2 * i], S[2 * i + 1]);

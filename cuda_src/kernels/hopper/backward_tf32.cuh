@@ -16,7 +16,8 @@ namespace jax_flash::hopper::backward::tf32 {
 
 // The functions that all consumer warpgroups share for f32.
 struct CommonConsumer : Epilogue {
-  static constexpr int kDQFirst = (kQKDim + 8) / 16 * 8;  // columns of dQ in the first warpgroup
+  // The columns of dQ in the first warpgroup: half of them, rounded up to 8.
+  static constexpr int kFirstDQWidth = (kQKDim + 8) / 16 * 8;
 
   uint32_t parity = 0;  // of Q^T and dO^T
 
@@ -78,7 +79,7 @@ struct CommonConsumer : Epilogue {
   // Writes dS to shared memory from the accumulator dS^T. Key i of each 8 goes to position i / 2 + 4 (i % 2), as in
   // K^T. The stores have no bank conflicts.
   __device__ __forceinline__ void StoreDS(SharedDS ds, const uint32_t (&A)[kRows / 2]) {
-    const int key = lane / 4, row = lane % 4 * 2, keys = first_key + 16 * warp;
+    const int key = lane / 4, row = lane % 4 * 2, keys = key_offset + 16 * warp;
     uint8_t* const box = ds.memory + keys / 32 * ds.kBox + key / 2 * 4;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -91,10 +92,10 @@ struct CommonConsumer : Epilogue {
 
   // Starts kWidth columns of dQ = dS K.
   template <int kWidth>
-  __device__ __forceinline__ void IssueDQ(DQ<kWidth>& dQ, SharedDS ds, int column) {
+  __device__ __forceinline__ void IssueDQ(DQ<kWidth>& dQ, SharedDS ds, int first_dim) {
     if constexpr (kWidth > 0) {
       const auto a = ds.KMajor();
-      const auto b = SharedKTransposed{shared.k}.KMajor(column);
+      const auto b = SharedKTransposed{shared.k}.KMajor(first_dim);
       WgmmaFence();
 #pragma unroll
       for (int j = 0; j < kKeys / 8; ++j) {
@@ -151,10 +152,10 @@ struct Consumer : CommonConsumer {
     Release(&shared.q_empty[stage]);
     Release(&shared.do_empty[stage]);
     if (kDQ) SyncConsumers();
-    if (kDQFirst == kQKDim - kDQFirst || warpgroup == 0) {
-      ComputeDQAndDK<kDQFirst>(dS, step.row_block, warpgroup * kDQFirst);
+    if (kFirstDQWidth == kQKDim - kFirstDQWidth || warpgroup == 0) {
+      ComputeDQAndDK<kFirstDQWidth>(dS, step.row_block, warpgroup * kFirstDQWidth);
     } else {
-      ComputeDQAndDK<kQKDim - kDQFirst>(dS, step.row_block, kDQFirst);
+      ComputeDQAndDK<kQKDim - kFirstDQWidth>(dS, step.row_block, kFirstDQWidth);
     }
     at.Next();
     parity ^= 1;
@@ -163,9 +164,9 @@ struct Consumer : CommonConsumer {
 
   // Computes dQ and dK from dS.
   template <int kWidth>
-  __device__ __forceinline__ void ComputeDQAndDK(const uint32_t (&dS)[kRows / 2], int row_block, int column) {
+  __device__ __forceinline__ void ComputeDQAndDK(const uint32_t (&dS)[kRows / 2], int row_block, int first_dim) {
     DQ<kWidth> dQ;
-    if (kDQ) IssueDQ(dQ, SharedDS{shared.ds[0]}, column);  // 21
+    if (kDQ) IssueDQ(dQ, SharedDS{shared.ds[0]}, first_dim);  // 21
     WgmmaWait<(kDQ && kWidth > 0) ? 1 : 0>();
     Pin(dV);
     Release(&shared.do_t_empty);
@@ -174,7 +175,7 @@ struct Consumer : CommonConsumer {
     WgmmaWait<(kDQ && kDK && kWidth > 0) ? 1 : 0>();
     Pin(dQ.C);
     FreeDS();
-    if (kDQ) AddDQ(dQ, row_block, column);
+    if (kDQ) AddDQ(dQ, row_block, first_dim);
     WgmmaWait<0>();
     Pin(dK);
     Release(&shared.q_t_empty);

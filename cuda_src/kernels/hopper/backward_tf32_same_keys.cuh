@@ -65,7 +65,7 @@ struct ConsumerOfP : CommonConsumer {
       Round<true>(S, P);  // 15
       MbarrierWait(&shared.do_t_full, parity);
       if (kDV) IssueGradient<kVDim>(dV, P, SharedDOTransposed{shared.do_t});  // 16
-      DQ<kDQFirst> dQ;
+      DQ<kFirstDQWidth> dQ;
       if (kDQ) {
         BarrierSync(kDSFull, 2 * kWarpgroup);
         IssueDQ(dQ, SharedDS{shared.v}, 0);  // 21
@@ -90,7 +90,7 @@ struct ConsumerOfP : CommonConsumer {
 // The warpgroup for dP, dS and dK of 64 keys, and the second half of the columns of dQ.
 struct ConsumerOfDS : CommonConsumer {
   static constexpr int kRegisters = Tuning::kConsumerRegisters;
-  static constexpr int kDQSecond = kQKDim - kDQFirst;
+  static constexpr int kSecondDQWidth = kQKDim - kFirstDQWidth;
   uint32_t V[kVDim / 8][4];
   float dK[kQKDim / 2];
 
@@ -133,19 +133,19 @@ struct ConsumerOfDS : CommonConsumer {
     SyncWarp();
     ReleaseRows(&shared.do_empty[at.index]);
     at.Next();
-    DQ<kDQSecond> dQ;
+    DQ<kSecondDQWidth> dQ;
     if (kDQ) {
       BarrierSync(kDSFree, 2 * kWarpgroup);
       StoreDS(SharedDS{shared.v}, dS);
       FenceProxyAsync();
       BarrierArrive(kDSFull, 2 * kWarpgroup);
       SyncWarpgroup();
-      IssueDQ(dQ, SharedDS{shared.v}, kDQFirst);  // 21
+      IssueDQ(dQ, SharedDS{shared.v}, kFirstDQWidth);  // 21
     }
     if (kDK) IssueGradient<kQKDim>(dK, dS, SharedQTransposed{shared.q_t});  // 22
-    WgmmaWait<(kDQ && kDK && kDQSecond > 0) ? 1 : 0>();
+    WgmmaWait<(kDQ && kDK && kSecondDQWidth > 0) ? 1 : 0>();
     Pin(dQ.C);
-    if (kDQ) AddDQ(dQ, step.row_block, kDQFirst);
+    if (kDQ) AddDQ(dQ, step.row_block, kFirstDQWidth);
     WgmmaWait<0>();
     Pin(dK);
     return !step.last;

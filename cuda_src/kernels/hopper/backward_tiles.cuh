@@ -43,18 +43,18 @@ constexpr int kRowsBytes = kFusedBoxRows * 64 * 4;
 
 // A tile of K and V.
 struct KVTile {
-  int column, head, batch;  // column < 0: there are no more tiles; batch < 0: an empty tile (Producer::Flush)
+  int first_key, head, batch;  // first_key < 0: there are no more tiles; batch < 0: an empty tile (Producer::Flush)
   int item_head;  // index among the heads of all batch entries, of Q with kFusedRows; < 0: nothing to report in p.added
   int steps;  // the number of q tiles, over all its heads, that see it; with a block mask only whether there are any
 };
 
 // A kv tile, or two with kPairs, and the rows that see it.
-struct Column {
+struct VisibleTile {
   KVTile tile;
   Visible rows;
 };
 // Does the producer keep it in shared memory, because it lacks registers?
-constexpr bool kColumnInShared = (kListed || kEmptyRows) && (kPairs || Tuning::kProducerRegisters < 56);
+constexpr bool kVisibleTileInShared = (kListed || kEmptyRows) && (kPairs || Tuning::kProducerRegisters < 56);
 
 // The masks to apply to a tile of S; kOnlyBlock: only the bits of its block.
 enum class Masks : int8_t { kNone, kAll, kOnlyBlock };
@@ -71,7 +71,7 @@ struct Step {
 // A tile of dQ on its way to HBM, with kOrdered.
 struct DQTile {
   int row_block;  // index of its first 64 rows in scratch; < 0: no more tiles
-  int column;     // the first of the keys that it sums over
+  int first_key;  // the first of the keys that it sums over
 };
 
 constexpr int kSumBytes = 8 * 16 * kBoxColumns * 4;  // 16 rows of a box of dK or dV in f32, for each consumer warp
@@ -97,7 +97,7 @@ struct Shared {
   alignas(16) float d[kStages][kRows];
   alignas(16) Step step[kStages];
   alignas(16) KVTile tile[2];
-  Column column;  // the producer's, with kColumnInShared
+  VisibleTile visible_tile;  // the producer's, with kVisibleTileInShared
   uint64_t k_full, k_empty, v_full, v_empty;
   uint64_t q_full[kStages], q_empty[kStages];
   uint64_t do_full[kStages], do_empty[kStages];

@@ -41,8 +41,10 @@ struct Scratch {
   }
 };
 
-// Writes D_i = dO_i · O_i - dlogsumexp_i as [B, N, T], where the logsumexp excludes the sink. Also writes each row's
-// contributions to other gradients.
+// Writes D_i = dO_i · O_i - dlogsumexp_i as [B, N, T]. Also writes each row's contributions to other gradients.
+//
+// The given m, l and dlogsumexp exclude the sink, but P includes it (WithSink). exp(S - logsumexp) without the sink is
+// P times WithSink::Growth. So dlogsumexp is multiplied by it.
 template <typename A>
 A* ComputeD(const Problem& p, const Operands& in, const Cotangents& given, const BackwardResults& out,
             Workers& workers) {
@@ -86,7 +88,7 @@ A* ComputeD(const Problem& p, const Operands& in, const Cotangents& given, const
 // The number of rows of S that are processed at a time: few, so they stay in the L1 cache.
 constexpr int64_t kScoredRows = 8;
 
-// The inner steps for one sequence, with one worker's scratch.
+// The inner steps for one batch entry, with one worker's scratch.
 template <typename A>
 struct Backpropagation {
   const Problem& p;
@@ -166,7 +168,7 @@ struct Backpropagation {
         Store(row + c, Load(scratch.p.row(r) + c) * (Load(row + c) - d_rows[r]));
       }
     }
-    scores.ToBias(ds, block, n, scratch.trace, sums);
+    scores.ThroughScoreMod(ds, block, n, scratch.trace, sums);
   }
 
   // dbias <- dbias + dS, summed over broadcast dimensions.
@@ -195,11 +197,13 @@ constexpr int64_t kDeterministicThreads = 16;
 constexpr double kCopyBytes = double(int64_t(64) << 20);
 
 template <typename A>
-Division Divide(const Problem& p, const Operands& in, const BackwardResults& out, const Workers& workers) {
+WorkSplit Divide(const Problem& p, const Operands& in, const BackwardResults& out, const Workers& workers) {
   const int64_t threads = p.deterministic ? kDeterministicThreads : workers.threads();
+  // Divides fewer dimensions until the copies fit: first the heads' kv tiles are not divided, then the batch, then the
+  // heads. Each bit is for one dimension, and the counter goes through all combinations.
   for (unsigned bits = 0;; ++bits) {
-    const Undivided undivided = {bool(bits & 2), bool(bits & 4), bool(bits & 1)};
-    const Division division = Divide<A>(p, undivided, threads);
+    const Undivided undivided = {/*batch=*/bool(bits & 2), /*heads=*/bool(bits & 4), /*parts=*/bool(bits & 1)};
+    const WorkSplit division = Divide<A>(p, undivided, threads);
     if (bits == 7 || CapturedGradients<A>::Memory(p, in, out, division) <= kCopyBytes) return division;
   }
 }
@@ -212,7 +216,7 @@ class QueryGradient {
     if (!p.dq) return;
     // The first part is accumulated in the result itself, if that has the accumulation dtype and whole vectors.
     in_place_ = p.output_dtype() == p.accumulation_dtype() && p.qk_dim % kLanes<A> == 0;
-    const int64_t allocated = parts_ - in_place_;
+    const int64_t allocated = in_place_ ? parts_ - 1 : parts_;
     if (allocated) partials_ = reinterpret_cast<A*>(workers.Allocate(allocated * DQBytes<A>(p)));
   }
 
@@ -223,7 +227,7 @@ class QueryGradient {
               p_.q_heads * p_.qk_dim};
     }
     const int64_t width = RoundUp(p_.qk_dim, kLanes<A>);
-    const int64_t head = ((part - in_place_) * p_.batch + b) * p_.q_heads + n;
+    const int64_t partial = in_place_ ? part - 1 : part, head = (partial * p_.batch + b) * p_.q_heads + n;
     return {partials_ + (head * p_.q_len + i0) * width, width};
   }
 
@@ -269,7 +273,7 @@ void ZeroBias(const Problem& p, Tile<A> dbias, int64_t rows, int64_t columns) {
 // Computes dQ, dK and dV for a head of K and V and its group of query heads, or for one part of its tiles. Also
 // computes dbias if `division` fuses it.
 template <typename A>
-void BackwardHead(Backpropagation<A>& step, const Division& division, const QueryGradient<A>& dq,
+void BackwardHead(Backpropagation<A>& step, const WorkSplit& division, const QueryGradient<A>& dq,
                   const BackwardResults& out, const CapturedSums<A>* sums, int64_t head, int64_t part) {
   const Problem& p = step.p;
   const int64_t b = step.b, group = p.group();
@@ -283,7 +287,7 @@ void BackwardHead(Backpropagation<A>& step, const Division& division, const Quer
   for (int64_t column_tile = part; column_tile < column_tiles.count(); column_tile += division.parts) {
     const auto [j0, columns] = column_tiles[column_tile];
     step.LoadKeysAndValues(head, j0, columns);
-    // From here on K is only used for dQ = τ dX K.
+    // From here on K is only used for dQ = τ dX K. dX is the cotangent of X = τ Q Kᵀ (scores.h).
     for (int64_t r = 0; r < columns; ++r) {
       for (int64_t c = 0; c < p.qk_dim; ++c) scratch.k.row(r)[c] *= step.scale;
     }
@@ -312,7 +316,7 @@ void BackwardHead(Backpropagation<A>& step, const Division& division, const Quer
       if (!p.dq && !p.dk && !division.dbias && !sums) continue;
       step.ComputeDS(block, n, sums);
       if (division.dbias) step.AddToBias(block, dbias);
-      step.scores.ToProducts(scratch.ds, block, scratch.trace);
+      step.scores.ThroughSoftCap(scratch.ds, block, scratch.trace);
       const Tile<A> dx = FromColumn(scratch.ds, block.c0);
       // dQ <- dQ + τ dX K
       if (p.dq) {
@@ -335,16 +339,16 @@ void BackwardHead(Backpropagation<A>& step, const Division& division, const Quer
 
 template <typename A>
 void BackwardQKV(const Problem& p, const Operands& in, const Cotangents& given, const BackwardResults& out, const A* d,
-                 const Division& division, const CapturedGradients<A>& captured, Workers& workers) {
+                 const WorkSplit& division, const CapturedGradients<A>& captured, Workers& workers) {
   const QueryGradient<A> dq(p, out.dq, division.parts, workers);
   const Split batch = division.batch, heads = division.heads;
   const auto propagate = [&](int64_t unit, char* memory) {
     const int64_t part = unit % division.parts, head_unit = unit / division.parts % heads.units;
     const int64_t batch_unit = unit / division.parts / heads.units;
-    for (int64_t b = batch_unit * batch.each; b < (batch_unit + 1) * batch.each; ++b) {
+    for (int64_t b = batch.Begin(batch_unit); b < batch.End(batch_unit); ++b) {
       Backpropagation<A> step(p, in, given, d, b, memory);
       const CapturedSums<A> sums = captured.Sums(b, batch_unit, head_unit, part);
-      for (int64_t head = head_unit * heads.each; head < (head_unit + 1) * heads.each; ++head) {
+      for (int64_t head = heads.Begin(head_unit); head < heads.End(head_unit); ++head) {
         BackwardHead(step, division, dq, out, captured.requested() ? &sums : nullptr, head, part);
       }
     }
@@ -372,13 +376,13 @@ void BackwardBias(const Problem& p, const Operands& in, const Cotangents& given,
     ZeroBias(p, BiasTile<A>(p, out, batch_unit, head_unit, own_rows.begin, own_columns.begin), own_rows.size,
              own_columns.size);
 
-    for (int64_t b = batch_unit * batch.each; b < (batch_unit + 1) * batch.each; ++b) {
+    for (int64_t b = batch.Begin(batch_unit); b < batch.End(batch_unit); ++b) {
       Backpropagation<A> step(p, in, given, d, b, memory);
-      for (int64_t n = head_unit * heads.each; n < (head_unit + 1) * heads.each; ++n) {
-        for (int64_t column_tile = column_unit; column_tile < column_unit + columns.each; ++column_tile) {
+      for (int64_t n = heads.Begin(head_unit); n < heads.End(head_unit); ++n) {
+        for (int64_t column_tile = columns.Begin(column_unit); column_tile < columns.End(column_unit); ++column_tile) {
           const auto [j0, tile_columns] = column_tiles[column_tile];
           bool loaded = false;
-          for (int64_t row_tile = row_unit; row_tile < row_unit + rows.each; ++row_tile) {
+          for (int64_t row_tile = rows.Begin(row_unit); row_tile < rows.End(row_unit); ++row_tile) {
             const auto [i0, tile_rows] = row_tiles[row_tile];
             const Block block = step.scores.Visible(n, i0, tile_rows, j0, tile_columns);
             if (block.empty()) continue;
@@ -399,7 +403,7 @@ void BackwardBias(const Problem& p, const Operands& in, const Cotangents& given,
 template <typename A>
 void Backward(const Problem& p, const Operands& in, const Cotangents& given, const BackwardResults& out,
               Workers& workers) {
-  const Division division = Divide<A>(p, in, out, workers);
+  const WorkSplit division = Divide<A>(p, in, out, workers);
   const CapturedGradients<A> captured(p, in, out, division, workers);
   const A* d = p.needs_ds() || HasGradientPerRow(p) ? ComputeD<A>(p, in, given, out, workers) : nullptr;
   if ((p.dq || p.dk || p.dv || captured.requested()) && p.kv_heads > 0) {

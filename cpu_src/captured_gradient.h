@@ -23,7 +23,7 @@ struct Disjoint {
     parts = by(Op::key) >= (in.origin ? in.origin[1] : 0) + p.kv_len;
   }
 
-  int64_t copies(const Division& d) const {
+  int64_t copies(const WorkSplit& d) const {
     return (batch ? 1 : d.batch.units) * (heads ? 1 : d.heads.units) * (parts ? 1 : d.parts);
   }
 
@@ -57,7 +57,7 @@ template <typename A>
 class CapturedGradients {
  public:
   // The bytes of the copies, in addition to the results.
-  static double Memory(const Problem& p, const Operands& in, const BackwardResults& out, const Division& division) {
+  static double Memory(const Problem& p, const Operands& in, const BackwardResults& out, const WorkSplit& division) {
     double bytes = 0;
     for (int i = 0; i < p.captured_count(); ++i) {
       const int64_t copies = out.captured[i] ? Disjoint(p, in, i).copies(division) : 1;
@@ -66,7 +66,7 @@ class CapturedGradients {
     return bytes;
   }
 
-  CapturedGradients(const Problem& p, const Operands& in, const BackwardResults& out, const Division& division,
+  CapturedGradients(const Problem& p, const Operands& in, const BackwardResults& out, const WorkSplit& division,
                     Workers& workers)
       : p_(p), out_(out) {
     for (int i = 0; i < p.captured_count(); ++i) {

@@ -14,10 +14,14 @@ struct Split {
   int64_t units, each;
 
   static Split Of(int64_t count, bool undivided) { return undivided ? Split{1, count} : Split{count, 1}; }
+
+  // The indices of a unit.
+  int64_t Begin(int64_t unit) const { return unit * each; }
+  int64_t End(int64_t unit) const { return (unit + 1) * each; }
 };
 
 // Batch entries, heads of K and V, and parts of a head's kv tiles.
-struct Division {
+struct WorkSplit {
   Split batch, heads;
   int64_t parts;
   bool dbias;  // is it fused? Then one unit sums all terms of an entry
@@ -36,9 +40,9 @@ int64_t DQBytes(const Problem& p) {
 }
 
 template <typename A>
-Division Divide(const Problem& p, bool dbias, Undivided undivided, int64_t threads) {
-  Division d = {Split::Of(p.batch, undivided.batch || (dbias && !p.score.bias.batch)),
-                Split::Of(p.kv_heads, undivided.heads || (dbias && !p.score.bias.heads)), 1, dbias};
+WorkSplit Divide(const Problem& p, bool dbias, Undivided undivided, int64_t threads) {
+  WorkSplit d = {Split::Of(p.batch, undivided.batch || (dbias && !p.score.bias.batch)),
+                 Split::Of(p.kv_heads, undivided.heads || (dbias && !p.score.bias.heads)), 1, dbias};
   if (undivided.parts) return d;
   // Keys are not divided into parts if the heads divide evenly among the threads, or nearly so.
   const int64_t heads = d.units();
@@ -51,9 +55,9 @@ Division Divide(const Problem& p, bool dbias, Undivided undivided, int64_t threa
 // The division with a fused dbias, unless some threads would have no work, or an entry of dbias would have several
 // units or none.
 template <typename A>
-Division Divide(const Problem& p, Undivided undivided, int64_t threads) {
+WorkSplit Divide(const Problem& p, Undivided undivided, int64_t threads) {
   const bool possible = p.dbias && (p.dq || p.dk || p.dv) && p.score.bias.columns && p.batch * p.kv_heads * p.q_len > 0;
-  const Division with = Divide<A>(p, possible, undivided, threads);
+  const WorkSplit with = Divide<A>(p, possible, undivided, threads);
   return with.units() >= threads ? with : Divide<A>(p, false, undivided, threads);
 }
 

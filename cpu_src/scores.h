@@ -47,7 +47,7 @@ struct Trace {
   }
 };
 
-// The scores of one sequence of the batch.
+// The scores of one batch entry.
 template <typename A>
 class Scores {
  public:
@@ -64,7 +64,7 @@ class Scores {
                   p_.mask.ranges ? in_.rows_of_keys + b * p_.kv_len * 2 : nullptr};
   }
 
-  // The number of keys of a tile within the sequence's length. Later keys are in no block, and are not read.
+  // The number of keys of a tile within the key length. Later keys are in no block, and are not read.
   int64_t WithinLength(int64_t j0, int64_t columns) const { return Min(columns, positions_.kv_length - j0); }
 
   // The keys that rows i0 <= i < i1 may attend to, by positions only.
@@ -111,9 +111,10 @@ class Scores {
     ApplyPositions(s, block);
   }
 
-  // Replaces dS by the cotangent of the biased score, which score_mod received. Adds gradients of captured arrays to
-  // `sums`.
-  void ToBias(Tile<A> ds, const Block& block, int64_t n, const Trace<A>& trace, const CapturedSums<A>* sums) const {
+  // Replaces dS by the cotangent of the score that score_mod received: with a bias, if any. Adds gradients of captured
+  // arrays to `sums`.
+  void ThroughScoreMod(Tile<A> ds, const Block& block, int64_t n, const Trace<A>& trace,
+                       const CapturedSums<A>* sums) const {
     if (!programs_.score_grad.present()) return;
     programs_.score_grad.Begin(in_, b_, n, positions_.offset, block);
     programs_.score_grad.Gradient(trace.given, ds, sums);
@@ -122,7 +123,7 @@ class Scores {
   // Replaces the tangent of X by the tangent of S, with the trace of S. Masked entries may have any values.
   void TangentFromProducts(Tile<A> ds, const Block& block, int64_t n, const Trace<A>& trace,
                            const Tangents& given) const {
-    ToProducts(ds, block, trace);  // the soft cap: its own transpose
+    ThroughSoftCap(ds, block, trace);  // the soft cap: its own transpose
     if (p_.bias_tangent) {
       ForEachBias(given.bias_tangent, ds, block, n, [](A score, A bias) { return score + bias; });
     }
@@ -131,8 +132,8 @@ class Scores {
     programs_.score_tangent.Tangent(trace.given, ds);
   }
 
-  // Then replaces it by dX, through the soft cap.
-  void ToProducts(Tile<A> ds, const Block& block, const Trace<A>& trace) const {
+  // Then replaces it by dX, the cotangent of X = τ Q Kᵀ.
+  void ThroughSoftCap(Tile<A> ds, const Block& block, const Trace<A>& trace) const {
     if (!trace.slope.data) return;
     for (int64_t r = 0; r < block.rows; ++r) {
       for (int64_t c = block.c0; c < block.c1; ++c) ds.row(r)[c] *= trace.slope.row(r)[c];

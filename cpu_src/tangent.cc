@@ -67,7 +67,7 @@ struct Scratch {
   }
 };
 
-// The inner steps for one sequence, with one worker's scratch.
+// The inner steps for one batch entry, with one worker's scratch.
 template <typename A>
 struct Pass {
   const Problem& p;

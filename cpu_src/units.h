@@ -54,7 +54,7 @@ struct Units {
 };
 
 // Visits the kv tiles that the first `count` queries, each with a RowTile, attend to. Calls `load(j0, columns)` once
-// for each tile, with the keys within the sequence's length, and `use(query, block)` for each query.
+// for each tile, with the keys within the batch entry's length, and `use(query, block)` for each query.
 template <typename A, typename Query, typename Load, typename Use>
 void WalkKeys(const Problem& p, const Scores<A>& scores, Query* queries, int64_t count, Load load, Use use) {
   KeyRange keys = {p.kv_len, 0};  // the keys that any row attends to

@@ -233,8 +233,11 @@ def visits(problem: Problem, division: Division) -> list[Visit]:
     return [Visit(shift, shift - before, pairs[shift]) for before, shift in itertools.pairwise([0, *shifts])]
 
 
-def balanced(problem: Problem, division: Division) -> Division:
-    """Return the division to compute in. Exchanging halves for the other layout must save at least a tenth."""
+def with_best_layout(problem: Problem, division: Division) -> Division:
+    """Return the division with the layout to compute in.
+
+    The other layout needs exchanges of halves, so it must save at least a tenth of the time.
+    """
 
     def time(over: Division) -> int:
         return int(entries(problem, over).sum((1, 2)).max(-1).sum())  # each visit lasts as long as its slowest device
@@ -246,7 +249,7 @@ def balanced(problem: Problem, division: Division) -> Division:
 
 def cheaper_by_heads(problem: Problem, division: Division) -> bool:
     """Return whether an all-to-all over heads sends fewer rows than ring attention."""
-    over = balanced(problem, division)
+    over = with_best_layout(problem, division)
     once = problem.q_heads + problem.kv_heads  # Q and O, K and V
     ring = (len(visits(problem, over)) - 1) * problem.kv_heads + (once if over != division else 0)
     return once * (division.devices - 1) / division.devices <= ring
@@ -281,7 +284,7 @@ def forward(compute: Compute, problem: Problem, division: Division, arrays: Arra
       compute: function of a problem and arrays by name that computes the forward on one device.
       problem: the problem of the full sequence.
     """
-    division, given = balanced(problem, division), division
+    division, given = with_best_layout(problem, division), division
     arrays = {name: _relaid(problem, name, x, given, division) for name, x in arrays.items()}
     # They join each row once, after its last keys.
     at_end = {name: arrays.pop(name) for name in ONCE_A_ROW if name in arrays}
@@ -315,7 +318,7 @@ def backward(compute: Compute, problem: Problem, division: Division, arrays: Arr
       compute: function of a problem and arrays by name that computes the backward on one device.
       arrays: the operands, with o, l and m of the forward, do and dlogsumexp.
     """
-    division, given = balanced(problem, division), division
+    division, given = with_best_layout(problem, division), division
     arrays = {name: _relaid(problem, name, x, given, division) for name, x in arrays.items()}
     dtype = problem.accumulation_dtype
     not_again: dict[str, Any] = dict.fromkeys(PER_ROW, False)

@@ -71,6 +71,7 @@ def sharded(case, arrays, devices, layout, **options):
     arrays = {name: arranged(name, x, jax_flash.zigzag) for name, x in arrays.items()}
     block_mask = {"block_mask": arrays.pop("block_mask")} if "block_mask" in arrays else {}
     options = options | {"sequence_axis": "seq", "sequence_layout": layout}
+    # Arrays with the ranks of o and logsumexp, and with sizes above 1, for the specs of the results.
     shapes = {"o": jnp.zeros((2,) * 4), "logsumexp": jnp.zeros((2,) * 3)} | arrays
     names = ("o", "logsumexp", *(name for name in DIFFERENTIATED if name in arrays))
 
@@ -155,7 +156,7 @@ TABLE = np.random.default_rng(0).normal(size=(4, 255)).astype(np.float32)
 SLOPES = np.arange(1, 5, dtype=np.float32) / 8
 
 
-def programs(table, slopes):
+def table_and_documents(table, slopes):
     """Return a score_mod and a mask_mod that capture these arrays."""
 
     def score_mod(score, batch, head, query, key):
@@ -184,7 +185,9 @@ def test_other_implementations(implementation):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("programs", "table"), [(programs, TABLE), (bias_of_all_rows, BIAS)], ids=["both", "a bias"])
+@pytest.mark.parametrize(
+    ("programs", "table"), [(table_and_documents, TABLE), (bias_of_all_rows, BIAS)], ids=["both", "a bias"]
+)
 def test_score_programs(programs, table, layout):
     """Indices are global. Every device adds its contribution to the gradients of captured arrays."""
     case = CASE(causal=True, dropout=0.1)
@@ -385,15 +388,15 @@ def test_causal_work_is_balanced(devices):
     contiguous, zigzag = Division(("seq",), devices), Division(("seq",), devices, "zigzag")
     at_visits = sequence.entries(problem, zigzag).sum((1, 2))
     assert (at_visits.max(-1) < 1.05 * at_visits.min(-1)).all()
-    assert sequence.balanced(problem, contiguous) == sequence.balanced(problem, zigzag) == zigzag
-    assert sequence.balanced(square(4096 * devices), contiguous) == contiguous
+    assert sequence.with_best_layout(problem, contiguous) == sequence.with_best_layout(problem, zigzag) == zigzag
+    assert sequence.with_best_layout(square(4096 * devices), contiguous) == contiguous
 
 
 def test_windows_skip_invisible_visits():
     problem = square(8 * 1024, is_causal=True, local_window_size=(1500, 0))
     contiguous, zigzag = Division(("seq",), 8), Division(("seq",), 8, "zigzag")
     assert [visit.shift for visit in sequence.visits(problem, contiguous)] == [0, 1, 2]
-    assert sequence.balanced(problem, contiguous) == contiguous
+    assert sequence.with_best_layout(problem, contiguous) == contiguous
     assert len(sequence.visits(problem, zigzag)) > 3
 
 
@@ -483,7 +486,11 @@ def placed(mesh, arrays, batch, rows, heads):
     ids=str,
 )
 def test_under_jit(case, shape, collective, mode):
-    """Batch and heads are sharded, too. An all-to-all over heads would gather operands without heads."""
+    """Batch and heads are sharded, too.
+
+    An all-to-all exchanges rows for heads. It would have to gather an operand that has rows but no heads, so such a
+    call uses ring attention.
+    """
     devices = require_devices(math.prod(shape))
     mesh = jax.make_mesh(shape, ("data", "seq", "model"), (MODES[mode],) * 3, devices=devices)
     arrays = case.arrays()

@@ -119,7 +119,7 @@ def test_kernel_mask_does_not_depend_on_dtype(dtype, find, device):
 @pytest.mark.parametrize("rate", [2**-15, 0.002, 127 / 32768, 128 / 32768, 255 / 256])
 @pytest.mark.parametrize("find", [from_forward, from_backward])
 def test_kernel_mask_at_extreme_rates(find, rate, dtype):
-    """In bfloat16, thresholds below 128 would be subnormal and the last one infinite."""
+    """Kernels compare random bits with the threshold as bfloat16. Below 128 it is subnormal, and the last is inf."""
     key = jax.random.key(6)
     with jax.default_matmul_precision("default"):
         mask = find(lambda q, k, v: attend(q, k, v, rate, key), 1, 2, 140, 260, dtype)
@@ -195,7 +195,7 @@ def bits():
 
 
 def test_bits_are_uniform(bits):
-    for shift in (0, 7):
+    for shift in (0, 7):  # the lower and the upper 8 of 15 random bits
         counts = np.bincount((bits >> shift & 0xFF).ravel(), minlength=256)
         expected = bits.size / 256
         chi_squared = ((counts - expected) ** 2 / expected).sum()
@@ -212,9 +212,10 @@ def test_dropout_rate(bits, rate):
         return np.abs(mean - exact).max() / np.sqrt(exact * (1 - exact) / samples)
 
     assert deviation(drop.mean(), drop.size) < 4
-    tiles = drop.reshape(-1, 16, 16, 16, 16)
-    for axes in ((0, 1, 2, 4), (0, 1, 2, 3)):
-        assert deviation(drop.mean(axes), drop.size / 256) < 5
+    seeds, batch, heads, rows, columns = range(5)
+    for mean_over in ((seeds, batch, heads, columns), (seeds, batch, heads, rows)):
+        assert deviation(drop.mean(mean_over), drop.size / 256) < 5
+    tiles = drop.reshape(-1, 16, 16, 16, 16)  # [all heads, tile row, row in the tile, tile column, column in the tile]
     assert deviation(tiles.mean((0, 1, 3)), drop.size / 256) < 5
 
 
@@ -222,14 +223,16 @@ def test_dropout_rate(bits, rate):
 def test_entries_are_independent(bits, axis):
     """Test pairs at all distances within the structure of a tile, both the random bits and the dropped entries."""
     size = bits.shape[axis]
+    threshold = dropout.threshold(0.1)
     for distance in (1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 32, 64, 128):
         if distance < size:
             x, y = (bits.take(range(start, size - distance + start), axis) for start in (0, distance))
             assert correlation(x, y) < 4.5
-            assert correlation(x < 3277, y < 3277) < 4.5
+            assert correlation(x < threshold, y < threshold) < 4.5
 
 
 def test_words_of_one_philox_call_are_independent(bits):
+    # A row of a tile is 8 i + j, and a column is 8 k + 2 l + m. A call decides the 8 entries of all (i, k, m).
     tiles = bits.reshape(-1, 16, 2, 8, 16, 2, 4, 2).transpose(2, 5, 7, 0, 1, 3, 4, 6).reshape(8, -1)
     for x, y in itertools.combinations(tiles, 2):
         assert correlation(x, y) < 4.5

@@ -33,8 +33,8 @@ class DropoutMask {
     for (int i = 0; i < kCalls; ++i) lane[i] = uint32_t(i);
     for (int64_t r = 0; r < block.rows; r = r % 16 == 7 ? r + 9 : r + 1) {
       for (int64_t c = block.c0 / kCallColumns * kCallColumns; c < block.c1; c += kCallColumns) {
-        const uint32_t row_group = uint32_t((row0 + block.i0 + r) / 16 * 8 + r % 8);
-        U32Vec x[4] = {lane + uint32_t((column0 + block.j0 + c) / 4), Fill(row_group), Fill(in.head_id[n]),
+        const uint32_t row_counter = uint32_t((row0 + block.i0 + r) / 16 * 8 + r % 8);
+        U32Vec x[4] = {lane + uint32_t((column0 + block.j0 + c) / 4), Fill(row_counter), Fill(in.head_id[n]),
                        Fill(in.batch_id[b])};
         Philox(x, in.seed[2 * b], in.seed[2 * b + 1]);
         for (int k = 0; k < 4; ++k) {

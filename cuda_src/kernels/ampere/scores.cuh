@@ -184,7 +184,7 @@ struct Scores {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int i = Query(m, h);
-      const Philox4 x = Seed(p, batch, head + Member(m, h)).Words(columns, RowGroup(i));
+      const Philox4 x = Seed(p, batch, head + Member(m, h)).Words(columns, RowCounter(i));
 #pragma unroll
       for (int half = 0; half < 2; ++half) bits.x[2 * h + half] = i / 8 % 2 == 0 ? x.x[half] : x.x[2 + half];
     }

@@ -190,7 +190,7 @@ struct Consumer {
     const Seed seed(p, step.batch, step.head);
 #pragma unroll
     for (int c = 0; c < kKeys / 16; ++c)
-      MarkZ<false>(p, seed.Words(tile.column / 16 + c, RowGroup(ViewOf(tile).row)), S + 8 * c);
+      MarkZ<false>(p, seed.Words(tile.column / 16 + c, RowCounter(ViewOf(tile).row)), S + 8 * c);
   }
 
   // Writes this lane's sums to memory.

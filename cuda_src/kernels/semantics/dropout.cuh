@@ -38,12 +38,12 @@ __device__ __forceinline__ bool Dropped(const Params& p, uint32_t word, int e) {
 }
 
 // The row's number in the Philox counter. Rows i and i + 8 of 16 share it.
-__device__ __forceinline__ uint32_t RowGroup(uint32_t i) { return i / 16 * 8 + i % 8; }
+__device__ __forceinline__ uint32_t RowCounter(uint32_t i) { return i / 16 * 8 + i % 8; }
 
 // The counter's values for the call's first row and column. A call that computes a part of a sequence starts at
 // `origin`, multiples of 16.
-__device__ __forceinline__ uint32_t FirstRowGroup(const Params& p) {
-  return kProblem.origin ? RowGroup(__ldg(p.origin)) : 0;
+__device__ __forceinline__ uint32_t FirstRowCounter(const Params& p) {
+  return kProblem.origin ? RowCounter(__ldg(p.origin)) : 0;
 }
 __device__ __forceinline__ uint32_t FirstColumns(const Params& p) {
   return kProblem.origin ? uint32_t(__ldg(p.origin + 1)) / 4 : 0;
@@ -51,20 +51,20 @@ __device__ __forceinline__ uint32_t FirstColumns(const Params& p) {
 
 // The key and counter words for a batch entry and head. They are unset without dropout.
 struct Seed {
-  uint32_t key0, key1, head_id, batch_id, first_columns, first_row_group;
+  uint32_t key0, key1, head_id, batch_id, first_columns, first_row_counter;
 
   __device__ __forceinline__ Seed(const Params& p, int batch, int head) {
     if constexpr (!kDropout) return;
     key0 = p.seed[2 * batch], key1 = p.seed[2 * batch + 1];
     head_id = p.head_id[head], batch_id = p.batch_id[batch];
-    first_columns = FirstColumns(p), first_row_group = FirstRowGroup(p);
+    first_columns = FirstColumns(p), first_row_counter = FirstRowCounter(p);
   }
 
   // The random words of this lane for the 16 columns with index `columns`, and for one row and the row 8 after it.
-  __device__ __forceinline__ Philox4 Words(uint32_t columns, uint32_t row_group) const {
+  __device__ __forceinline__ Philox4 Words(uint32_t columns, uint32_t row_counter) const {
     if constexpr (!kDropout) return {};
     const uint32_t column = first_columns + columns * 4 + threadIdx.x % 4;
-    return Philox({{column, first_row_group + row_group, head_id, batch_id}}, key0, key1);
+    return Philox({{column, first_row_counter + row_counter, head_id, batch_id}}, key0, key1);
   }
 };
 
@@ -88,7 +88,7 @@ struct PackedZ {
 #pragma unroll
     for (int c = 0; c < kKeys / 16; ++c) {
       const uint32_t columns = FirstColumns(p) + (column / 16 + c) * 4 + threadIdx.x % 4;
-      const Philox4 x = Philox({{columns, FirstRowGroup(p) + RowGroup(row), seed[2], seed[3]}}, seed[0], seed[1]);
+      const Philox4 x = Philox({{columns, FirstRowCounter(p) + RowCounter(row), seed[2], seed[3]}}, seed[0], seed[1]);
 #pragma unroll
       for (int w = 0; w < 4; ++w) kept[4 * c + w] = NotBelow(x.x[w], p.drop_threshold);
     }

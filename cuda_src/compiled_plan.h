@@ -1,4 +1,4 @@
-// The plan of a pass whose kernels do not spill registers.
+// The plan of a pass whose kernels spill few or no registers.
 #pragma once
 
 #include <string>

@@ -1,9 +1,8 @@
-// The two custom calls for platform CUDA. XLA calls a handler for each stage of a program's life:
+// The custom calls for platform CUDA. XLA calls a handler for each stage of a program's life:
 //   instantiate   when the program is compiled or loaded: compile the kernels for the GPUs of this process
 //   initialize    before it runs on a device: load the kernels there
-//   execute       check the buffers, encode tensor maps, launch on XLA's stream. It may be captured into a CUDA graph,
-//   so
-//                 it does not wait, allocate device memory or depend on the contents of buffers
+//   execute       check the buffers, encode tensor maps, launch on XLA's stream. It may be captured into a CUDA graph.
+//                 So it does not wait, allocate device memory or depend on the contents of buffers.
 #include "cuda_src/custom_calls.h"
 
 #include <algorithm>

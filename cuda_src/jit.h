@@ -18,14 +18,14 @@ struct Unit {
   std::string programs;  // the text of this_program.h (program_source.h)
 };
 
-// The largest spill, in bytes, that costs less than other tiles do: with a spill of 32 bytes, three backwards were 1.3
-// times as fast as with the next tiles (docs/design/compiling.md).
+// The largest spill, as stores and loads of all kernels of a file, that costs less than other tiles do. With a spill of
+// 32 bytes, two backwards were 1.3 times as fast as with the next tiles (docs/design/compiling.md).
 constexpr int64_t kToleratedSpill = 32;
 
 // What ptxas reports about the kernels of a file.
 struct Faults {
   bool serialized = false;  // wgmmas wait for each other
-  int64_t spilled = 0;      // bytes of registers that are spilled to local memory
+  int64_t spilled = 0;      // bytes that are stored to local memory and loaded from it, for lack of registers
 
   // Do they cost more than other tiles do?
   bool Any() const { return serialized || spilled > kToleratedSpill; }

@@ -55,7 +55,8 @@ inline bool HasCalledScoreMod(const Problem& p) {
   FEATURE(kGradientsOfScore, "gradients of captured arrays that depend on the score",                                \
           p.score.score_grad.GradientsOfScore())                                                                     \
   FEATURE(kDropout, "dropout", p.dropout())                                                                          \
-  FEATURE(kFullPrecision, "full float32 precision", p.full_precision) /* f32 as three products of TF32 */            \
+  FEATURE(kFullPrecision, "full float32 precision", /* f32 as three products of TF32 */                              \
+          p.dtype == DType::kF32 && p.full_precision)                                                                \
   FEATURE(kManyKeys, "more than 1024 keys", p.kv_len > 1024)                                                         \
   FEATURE(kListed, "mask or block_mask", p.mask.block_mask.present || p.mask.array.present)                          \
   FEATURE(kLongCausal, "is_causal alone, with more than 4096 keys",                                                  \

@@ -54,6 +54,12 @@ def test_reasons(changes, backward, reason):
     assert "ampere" in {kernel.family for kernel in explanation.kernels}
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_precision_does_not_change_kernels_of_16_bits(backward):
+    changes = GRADIENTS if backward else {}
+    assert explained(backward, full_precision=True, **changes) == explained(backward, **changes)
+
+
 def test_deterministic_additions_to_dq():
     explanation = explained(True, deterministic=True)
     assert explanation.reasons == ("deterministic: blocks add to dQ in a fixed order",)

@@ -55,7 +55,7 @@ struct Tuning {
   // computes exponentials. These features leave no registers for it.
   static constexpr bool kModNeedsRegisters = kScoreMod && (kBias || kScoreSlopes || kCapturedGradients);
   static constexpr bool kDelayedDQ =
-      kDQ && (kPairs ? kQKDim <= 192 && kVDim <= 192
+      kDQ && (kPairs ? kQKDim <= 192 && kVDim <= 192 && !(kBias && kSoftCap)
                      : kRows == 128 || kHeadDimsUpTo64 ||
                            !(kDropout || kSoftCap || kSegments || kModNeedsRegisters || kBiasDType == DType::kF64 ||
                              (kListed && (kBias || kCausal || kWindow))));

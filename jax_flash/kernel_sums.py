@@ -70,6 +70,9 @@ def kernel_sum(
     given = arrays["x"].dtype
     dtype = jnp.promote_types(given, jnp.float32)
     x, y, weights = (array.astype(dtype) for array in arrays.values())
+    shape = (*jnp.broadcast_shapes(*(array.shape[:-2] for array in (x, y, weights))), x.shape[-2], weights.shape[-1])
+    if not y.shape[-2] or 0 in shape:
+        return jnp.zeros(shape, given)  # before the mean of no points
     if isinstance(log_kernel, DistanceKernel):
         kernel: DistanceKernel = jax.tree.map(lambda parameter: jnp.asarray(parameter, dtype), log_kernel)
         log_kernel, (x, y) = kernel, _scaled(x, y, kernel.length_scale)
@@ -107,9 +110,10 @@ def _sum(
         query, key, value, scale=1.0, score_mod=score_mod, precision=precision, implementation=implementation
     )
     # In derivatives m is a constant, and l has the gradient of the sum at fixed m. Both m and O are finite: a row
-    # without a visible entry has l = 0.
-    total = statistics.l * jnp.exp(jnp.where(statistics.l == 0, 0, statistics.m))
-    return o[:, 0, :outputs] * total.mT
+    # without a visible entry has l = 0. Two factors exp(m / 2) overflow only if the sum does, or m is above 176.
+    l, m = statistics.l.mT, statistics.m.mT
+    half = jnp.exp(0.5 * jnp.where(l == 0, 0, m))
+    return o[:, 0, :outputs] * l * half * half
 
 
 def _scaled(x: jax.Array, y: jax.Array, length_scale: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -130,23 +134,19 @@ def _with_norms(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
     A norm has two columns. The first has 11 significant bits, which TF32 keeps, and the second has the rest.
     """
 
-    def norms(points: jax.Array) -> list[jax.Array]:
+    def norms(points: jax.Array) -> jax.Array:
         norm = -0.5 * _norm2(points)
         high = lax.stop_gradient(lax.reduce_precision(norm, exponent_bits=8, mantissa_bits=10))
-        return [high, norm - high]
+        return jnp.stack([high, norm - high], -1)
 
-    def with_columns(points: jax.Array, columns: list[jax.Array]) -> jax.Array:
-        return jnp.concatenate([points, jnp.stack(columns, -1)], -1)
+    def with_ones(points: jax.Array) -> jax.Array:  # vmap of a pad keeps the sharding of the points
+        return jnp.pad(points, ((0, 0), (0, 2)), constant_values=1)
 
-    x_ones, y_ones = ([jnp.ones_like(points[:, 0])] * 2 for points in (x, y))
-    return with_columns(x, norms(x) + x_ones), with_columns(y, y_ones + norms(y))
+    return with_ones(jnp.concatenate([x, norms(x)], -1)), jnp.concatenate([with_ones(y), norms(y)], -1)
 
 
-def _score_mod(kernel: DistanceKernel, x: jax.Array, y: jax.Array) -> Callable[..., jax.Array] | None:
+def _score_mod(kernel: DistanceKernel, x: jax.Array, y: jax.Array) -> Callable[..., jax.Array]:
     """Return the function from -d²/2 to the logarithm of the kernel."""
-    log = kernel.log
-    if log is None:
-        return None
     # One value for each key, because a GPU adds up gradients by key faster than gradients of one number.
     parameters = [_replicated(jnp.broadcast_to(parameter, y.shape[:1])) for parameter in kernel.parameters]
     # Twice the error of three TF32 products. Only its order matters.
@@ -155,7 +155,7 @@ def _score_mod(kernel: DistanceKernel, x: jax.Array, y: jax.Array) -> Callable[.
 
     def score_mod(score, batch, head, query, key):
         noise = (noises[0][query] + noises[1][key],) if kernel.sharp else ()
-        return log(-2 * score, *noise, *(parameter[key] for parameter in parameters))
+        return kernel.log(-2 * score, *noise, *(parameter[key] for parameter in parameters))
 
     return score_mod
 

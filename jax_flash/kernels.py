@@ -28,11 +28,11 @@ LogKernel = Callable[..., jax.Array]
 class DistanceKernel:
     """A kernel of the scaled distance. Create it with one of the functions in this module.
 
-    `log` is a function of d² and the parameters that returns the logarithm of the kernel. None is the function -d²/2.
-    If the kernel is `sharp`, it is not smooth at d = 0, and `log` takes a bound of the rounding error of d² after d².
+    `log` is a function of d² and the parameters that returns the logarithm of the kernel. If the kernel is `sharp`, it is
+    not smooth at d = 0, and `log` takes a bound of the rounding error of d² after d².
     """
 
-    log: LogKernel | None = dataclasses.field(metadata={"static": True})
+    log: LogKernel = dataclasses.field(metadata={"static": True})
     length_scale: Any
     parameters: tuple[Any, ...] = ()
     sharp: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -45,7 +45,7 @@ def gaussian(length_scale: ArrayLike) -> DistanceKernel:
       TypeError: if length_scale is not a real number or an array of them.
       ValueError: if length_scale is not positive and finite, or has more than one dimension.
     """
-    return DistanceKernel(None, _length_scale(length_scale))
+    return DistanceKernel(_gaussian, _length_scale(length_scale))
 
 
 def laplace(length_scale: ArrayLike) -> DistanceKernel:
@@ -92,6 +92,22 @@ def _positive(name: str, x: ArrayLike, dims: int) -> Any:
 # Rounding errors can make d² negative. The derivatives below pass through at 0, where d has none, and do not cancel.
 
 
+def _root(x: jax.Array) -> jax.Array:
+    """Return the root of x, or 0 with derivative 0 if x is not positive."""
+    positive = x > 0
+    return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1)), 0)
+
+
+@jax.custom_jvp
+def _gaussian(d2: jax.Array) -> jax.Array:
+    return -0.5 * jnp.maximum(d2, 0)
+
+
+@_gaussian.defjvp
+def _gaussian_jvp(primals, tangents):
+    return _gaussian(*primals), -0.5 * tangents[0]
+
+
 @jax.custom_jvp
 def _laplace(d2: jax.Array, noise: jax.Array) -> jax.Array:
     return -jnp.sqrt(jnp.where(d2 > noise, d2, 0))
@@ -106,25 +122,25 @@ def _laplace_jvp(primals, tangents):
 
 @jax.custom_jvp
 def _matern32(d2: jax.Array) -> jax.Array:
-    a = jnp.sqrt(3 * jnp.maximum(d2, 0))
+    a = _root(3 * d2)
     return jnp.log1p(a) - a
 
 
 @_matern32.defjvp
 def _matern32_jvp(primals, tangents):
-    a = jnp.sqrt(3 * jnp.maximum(primals[0], 0))
+    a = _root(3 * primals[0])
     return _matern32(*primals), -1.5 / (1 + a) * tangents[0]
 
 
 @jax.custom_jvp
 def _matern52(d2: jax.Array) -> jax.Array:
-    a = jnp.sqrt(5 * jnp.maximum(d2, 0))
+    a = _root(5 * d2)
     return jnp.log1p(a + a * a / 3) - a
 
 
 @_matern52.defjvp
 def _matern52_jvp(primals, tangents):
-    a = jnp.sqrt(5 * jnp.maximum(primals[0], 0))
+    a = _root(5 * primals[0])
     return _matern52(*primals), -5 / 6 * (1 + a) / (1 + a + a * a / 3) * tangents[0]
 
 

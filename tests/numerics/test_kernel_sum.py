@@ -118,6 +118,27 @@ def test_equal_points_have_kernel_one(name):
     np.testing.assert_allclose(np.diag(matrix), 1, rtol=0, atol=2e-7 if name == "laplace" else 1e-5)
 
 
+@pytest.mark.parametrize("name", ORACLES)
+@pytest.mark.parametrize("where", ["outlier", "short length scale"])
+def test_no_kernel_is_above_one(name, where):
+    """Rounding makes d² negative where the points are far apart compared with the length scale."""
+    x = arrays()[0]
+    x[0] = 1e4 if where == "outlier" else x[0]
+    scale = 1e-4 if where == "short length scale" else SCALE
+    kernel_of = kernel(name, scale, *([ALPHA] if name == "rational_quadratic" else []))
+    matrix = np.asarray(kernel_sum(x, x, np.eye(M, dtype=np.float32), kernel_of))
+    assert (matrix >= 0).all() and (matrix <= 1 + 1e-6).all(), matrix.max()
+
+
+def test_only_the_sum_may_overflow():
+    """The kernel is up to exp(100), but the weights are small."""
+    x, y, weights = arrays()
+    weights *= np.float32(1e-30)
+    ours = kernel_sum(x, y, weights, lambda dot, x_norm2, y_norm2: 100 - 0.1 * (x_norm2 + y_norm2 - 2 * dot))
+    theirs = in_float64(lambda x, y, w: jnp.exp(100 - 0.1 * distances(x, y) ** 2) @ w, x, y, weights)[0]
+    assert_close(ours, theirs, 3e-5)
+
+
 @pytest.mark.gpu
 def test_tf32():
     """Points are rounded first, so equal points stay equal. Other platforms multiply in full precision."""
@@ -211,13 +232,19 @@ def test_leading_dims_broadcast():
         assert_close(ours, jnp.stack([jnp.stack(row) for row in theirs]), 1e-6)
 
 
+@pytest.mark.parametrize("log_kernel", [kernels.laplace(SCALE), of_distance(0.4)], ids=["kernel", "function"])
 @pytest.mark.parametrize("shape", [(0, N, D, E), (M, 0, D, E), (M, N, D, 0), (1, 1, 1, 1)], ids=str)
-def test_sizes(shape):
+def test_sizes(shape, log_kernel):
     m, n, d, e = shape
     inputs = jnp.ones((m, d)), jnp.ones((n, d)), jnp.ones((n, e))
-    value, gradients = value_and_gradients(lambda *a: kernel_sum(*a, kernels.gaussian(1.0)), *inputs)
-    assert [x.shape for x in gradients] == [x.shape for x in inputs]
-    np.testing.assert_allclose(value, np.full((m, e), n), rtol=1e-6)
+    for batch in ((), (2,), (0,)):
+        given = [jnp.broadcast_to(x, (*batch, *x.shape)) for x in inputs]
+        value, gradients = value_and_gradients(lambda *a: kernel_sum(*a, log_kernel), *given)
+        np.testing.assert_allclose(value, np.full((*batch, m, e), n), rtol=1e-6)
+        of_weights = np.cos(np.arange(value.size)).reshape(value.shape).sum(-2, keepdims=True)
+        expected = *(np.zeros(x.shape) for x in given[:2]), np.broadcast_to(of_weights, given[2].shape)
+        for ours, theirs in zip(gradients, expected, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
 def test_transformations():
@@ -235,19 +262,24 @@ def test_transformations():
     assert_close(by_scan, expected, 1e-5)
 
 
-def test_second_and_forward_derivatives():
-    x, y, weights = arrays()
+@pytest.mark.parametrize("name", ORACLES)
+def test_second_and_forward_derivatives(name):
+    """Also for equal points, where d has no derivative."""
+    x, _, weights = arrays()
+    weights = weights[:M]
 
     def total(sum_of, scale):
         return (sum_of(scale) ** 2).sum()
 
-    ours = functools.partial(total, lambda s: kernel_sum(x, y, weights, kernels.matern52(s)))
+    parameters = (ALPHA,) if name == "rational_quadratic" else ()
+    ours = functools.partial(total, lambda s: kernel_sum(x, x, weights, kernel(name, s, *parameters)))
     second, forward = jax.grad(jax.grad(ours))(jnp.float32(SCALE)), jax.jvp(ours, (jnp.float32(SCALE),), (1.0,))[1]
-    wide = [array.astype(np.float64) for array in (x, y, weights)]
+    wide = [array.astype(np.float64) for array in (x, x, weights)]
     with jax.enable_x64(True):
-        theirs = functools.partial(total, lambda s: expected("matern52", *wide, s))
+        theirs = functools.partial(total, lambda s: expected(name, *wide, s, *parameters))
         expected_second, expected_forward = jax.grad(jax.grad(theirs))(SCALE), jax.grad(theirs)(SCALE)
-    assert_close((second, forward), (expected_second, expected_forward), 1e-4)
+    assert_close(second, expected_second, 1e-4)
+    assert_close(forward, expected_forward, 1e-4)
 
 
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
@@ -264,6 +296,26 @@ def test_sharded_rows(log_kernel, mode):
         cotangent = jnp.cos(jnp.arange(M * E)).reshape(M, E)
         gradients = jax.jit(jax.grad(lambda *a: (function(*a) * cotangent).sum(), (0, 1, 2)))
         assert_close(gradients(*placed), expected[1], 1e-5)
+
+
+@pytest.mark.parametrize("log_kernel", [kernels.laplace(SCALE), of_distance(0.4)], ids=["kernel", "function"])
+def test_sharded_batch(log_kernel):
+    """An explicit mesh axis divides a leading dim of x, and maybe of y and the weights."""
+    x, y, weights = (jnp.asarray(array) for array in arrays())
+    xs, ys, ws = (jnp.stack([(1 + 0.1 * i) * array for i in range(8)]) for array in (x, y, weights))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+    def call(*inputs):
+        function = functools.partial(kernel_sum, log_kernel=log_kernel)
+        loss = lambda *inputs: (function(*inputs) ** 2).sum()  # noqa: E731
+        return jax.jit(function)(*inputs), jax.jit(jax.grad(loss, (0, 1, 2)))(*inputs)
+
+    for inputs, specs in (((xs, y, weights), (P("data"), P(), P())), ((xs, ys, ws), (P("data"),) * 3)):
+        expected = call(*inputs)
+        with jax.set_mesh(mesh):
+            ours = call(*jax.device_put(inputs, tuple(NamedSharding(mesh, spec) for spec in specs)))
+            assert jax.typeof(ours[0]).sharding.spec[0] == "data"
+        assert_close(ours, expected, 1e-5)
 
 
 def test_rows_in_shard_map():

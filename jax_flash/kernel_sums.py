@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jax_flash import checks
+from jax_flash import checks, kernels
 from jax_flash.arguments import full_precision
 from jax_flash.attention import attention_with_statistics
 from jax_flash.call import Implementation
@@ -198,6 +198,8 @@ def _check(arrays: dict[str, jax.Array], log_kernel: Any) -> None:
         shape = jnp.shape(log_kernel.length_scale)
         if shape not in ((), x.shape[-1:], (1,)):
             raise ValueError(f"length_scale must be a number or an array [D] with D = {x.shape[-1]}, not {shape}")
+    elif log_kernel in [getattr(kernels, name) for name in kernels.__all__]:
+        raise TypeError(f"log_kernel must be a kernel: call kernels.{log_kernel.__name__} with its parameters")
     elif not callable(log_kernel):
         raise TypeError(
             "log_kernel must be a kernel of jax_flash.kernels or a function (dot, x_norm2, y_norm2), "

@@ -28,8 +28,8 @@ LogKernel = Callable[..., jax.Array]
 class DistanceKernel:
     """A kernel of the scaled distance. Create it with one of the functions in this module.
 
-    `log` is a function of d² and the parameters that returns the logarithm of the kernel. If the kernel is `sharp`, it is
-    not smooth at d = 0, and `log` takes a bound of the rounding error of d² after d².
+    `log` is a function of d² and the parameters that returns the logarithm of the kernel. If the kernel is `sharp`, it
+    is not smooth at d = 0, and `log` takes a bound of the rounding error of d² after d².
     """
 
     log: LogKernel = dataclasses.field(metadata={"static": True})
@@ -78,6 +78,8 @@ def _length_scale(x: ArrayLike) -> Any:
 
 def _positive(name: str, x: ArrayLike, dims: int) -> Any:
     """Return x after a check of its type, of its number of dims and, unless it is traced, of its values."""
+    if isinstance(x, list | tuple):
+        raise TypeError(f"{name} must be a number or an array, not a {type(x).__name__}: pass jnp.array({name})")
     given: Any = checks.numpy_array(name, x)
     if not any(jnp.issubdtype(given.dtype, kind) for kind in (jnp.floating, jnp.integer)):
         raise TypeError(f"{name} must be real, not {given.dtype}")

@@ -322,6 +322,8 @@ def block_initializer(places: Pattern) -> Callable[[jax.Array, Any, Any], jax.Ar
     """Return the initializer of the blocks. Outputs have the variance of inputs, as with `lecun_normal` if dense."""
 
     def initialize(key: jax.Array, shape: Any, dtype: Any = jnp.float32) -> jax.Array:
+        if not places.count:
+            return jnp.zeros(shape, dtype)
         blocks = jax.nn.initializers.lecun_normal(-2, -1, batch_axis=0)(key, shape, dtype)
         column = places.rows_and_columns[1]
         return blocks * jnp.asarray(np.bincount(column)[column] ** -0.5, dtype)[:, None, None]

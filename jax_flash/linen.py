@@ -409,6 +409,8 @@ class BlockSparseDense(nn.Module):
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Return the outputs [..., features] of inputs [..., in_features]."""
+        if not jnp.ndim(inputs):
+            raise ValueError("inputs must have shape [..., in_features], not ()")
         places = block_pattern(self.pattern, jnp.shape(inputs)[-1], self.features)
         initialize = self.kernel_init or block_initializer(places)
         kernel = self.param("kernel", initialize, (places.count, *places.block), self.param_dtype)

@@ -164,7 +164,7 @@ def product(x: jax.Array, blocks: jax.Array, pattern: Pattern) -> jax.Array:
 
     def multiply(x: jax.Array, blocks: jax.Array) -> jax.Array:
         x, blocks = varying_alike((x, blocks), (x, blocks))  # gradients of shared blocks are sums over devices
-        rows = _product(pattern, False, x.reshape(-1, x.shape[-1]), blocks)
+        rows = _product(pattern, False, x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), blocks)
         return rows.reshape(*x.shape[:-1], rows.shape[-1])
 
     return placed(multiply, PartitionSpec(*jax.typeof(x).sharding.spec[:-1], None), x, blocks)
@@ -249,13 +249,13 @@ def _batched_product(pattern: Pattern, transposed: bool) -> Callable[..., jax.Ar
     @call.def_vmap
     def rule(size: int, batched: list[bool], x: jax.Array, blocks: jax.Array):
         if not batched[1]:
-            rows = call(x.reshape(-1, x.shape[-1]), blocks)
-            return rows.reshape(size, -1, rows.shape[-1]), True
+            rows = call(x.reshape(size * x.shape[1], x.shape[2]), blocks)
+            return rows.reshape(size, x.shape[1], rows.shape[1]), True
         x = x if batched[0] else jnp.broadcast_to(x, (size, *x.shape))
         rows = _batched_product(pattern.repeated(size), transposed)(
-            _side_by_side(x), blocks.reshape(-1, *pattern.block)
+            _side_by_side(x), blocks.reshape(size * pattern.count, *pattern.block)
         )
-        return rows.reshape(rows.shape[0], size, -1).swapaxes(0, 1), True
+        return rows.reshape(rows.shape[0], size, pattern.shape[0 if transposed else 1]).swapaxes(0, 1), True
 
     return call
 
@@ -269,14 +269,14 @@ def _batched_gradient(pattern: Pattern) -> Callable[..., jax.Array]:
     def rule(size: int, batched: list[bool], *sides: jax.Array):
         x, dy = (y if of else jnp.broadcast_to(y, (size, *y.shape)) for y, of in zip(sides, batched, strict=True))
         blocks = _batched_gradient(pattern.repeated(size))(_side_by_side(x), _side_by_side(dy))
-        return blocks.reshape(size, -1, *pattern.block), True
+        return blocks.reshape(size, pattern.count, *pattern.block), True
 
     return gradient
 
 
 def _side_by_side(x: jax.Array) -> jax.Array:
     """[B, T, I] -> [T, B·I]."""
-    return x.swapaxes(0, 1).reshape(x.shape[1], -1)
+    return x.swapaxes(0, 1).reshape(x.shape[1], x.shape[0] * x.shape[2])
 
 
 # --- the choice of an implementation ----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ nnx = pytest.importorskip("flax.nnx")
 
 import jax_flash.linen  # noqa: E402
 import jax_flash.nnx  # noqa: E402
-from jax_flash import blocks_to_matrix, matrix_to_blocks, patterns  # noqa: E402
+from jax_flash import BlockMask, blocks_to_matrix, matrix_to_blocks, patterns  # noqa: E402
 
 INPUTS, OUTPUTS = 64, 128
 PATTERN = functools.partial(patterns.butterfly, global_blocks=1, q_block=16, kv_block=16)
@@ -112,3 +112,20 @@ def test_errors_of_inputs():
     layer = jax_flash.nnx.BlockSparseDense(INPUTS, OUTPUTS, PATTERN, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"inputs must have shape \[..., 64\]"):
         layer(jnp.ones((2, 65)))
+    with pytest.raises(ValueError, match=r"inputs must have shape \[..., in_features\], not \(\)"):
+        jax_flash.linen.BlockSparseDense(OUTPUTS, PATTERN).init(jax.random.key(0), 1.0)
+
+
+@pytest.mark.parametrize("sizes", [(64, 128), (64, 0), (0, 64)], ids=str)
+def test_no_blocks(sizes):
+    """Either the pattern keeps no block, or the weight is empty."""
+    blocks = np.zeros((sizes[0] // 16, sizes[1] // 16), bool)
+    mask = BlockMask.from_dense(blocks, *sizes, q_block=16, kv_block=16)
+    layer = jax_flash.nnx.BlockSparseDense(*sizes, mask, rngs=nnx.Rngs(0))
+    x = jnp.ones((2, 3, sizes[0]))
+    np.testing.assert_array_equal(layer(x), np.zeros((2, 3, sizes[1])))
+    linen = jax_flash.linen.BlockSparseDense(sizes[1], mask)
+    np.testing.assert_array_equal(linen.init_with_output(jax.random.key(0), x)[0], layer(x))
+    of_layer, of_x = nnx.grad(lambda layer, x: layer(x).sum(), argnums=(0, 1))(layer, x)
+    np.testing.assert_array_equal(of_layer.bias[...], np.full(sizes[1], 6))
+    np.testing.assert_array_equal(of_x, np.zeros(x.shape))

@@ -164,6 +164,18 @@ def test_transformations():
     assert_close(of(functools.partial(block_sparse_matmul, mask=mask)), of(dense(mask)), 1e-12)
 
 
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)], ids=str)
+def test_vmap_over_an_empty_batch(axes):
+    mask = MASKS["oblong blocks"]
+    x, blocks, dy = arrays(mask)
+    inputs = [jnp.zeros((0, *y.shape)) if axis == 0 else y for y, axis in zip((x, blocks), axes, strict=True)]
+    function = jax.vmap(functools.partial(block_sparse_matmul, mask=mask), axes)
+    out, *gradients = results(function, *inputs, jnp.zeros((0, *dy.shape)))
+    assert out.shape == (0, *dy.shape)
+    for gradient, given in zip(gradients, inputs, strict=True):
+        np.testing.assert_array_equal(gradient, np.zeros(given.shape))
+
+
 def test_forward_mode_is_refused():
     x, blocks, _ = arrays(MASKS["butterfly"])
     function = functools.partial(block_sparse_matmul, mask=MASKS["butterfly"])

@@ -198,7 +198,8 @@ std::string CudaRefusal(const Problem& p) {
   constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();
   const auto sized = [](const char* name, int64_t size) { return std::string(name) + " " + std::to_string(size); };
   if (p.dtype == DType::kF64) return "float64: the CUDA kernels support float16, bfloat16 and float32";
-  if (p.tangent() && p.unrounded) return "a differentiated scale: the CUDA kernels compute tangents of it in 16 bits";
+  if (p.tangent() && p.output_dtype() != p.dtype)
+    return "a differentiated scale: the CUDA kernels compute tangents of it in 16 bits";
   if (p.tangent() && p.dtype == DType::kF32 && std::max(p.qk_dim, p.v_dim) > 128)
     return "float32 with head dims above 128: the CUDA kernels have no tangent for it";
   if (p.deterministic && p.captured_gradients()) {

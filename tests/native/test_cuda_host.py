@@ -42,6 +42,16 @@ def test_refused(changes, reason):
     assert choice.implementation == "xla" and reason in choice.reason
 
 
+def test_tangent_of_a_scale():
+    """The tangent of the query, and the output, then have float32, which the kernels do not support for 16 bits."""
+    for dtype, refused in (("bfloat16", True), ("float16", True), ("float32", False)):
+        moving = problem(dtype=dtype, unrounded=True, query_tangent=True)
+        reason = _native.cuda_refusal(moving.encode())
+        assert ("a differentiated scale" in reason) == bool(reason) == refused
+        if not refused:
+            assert _native.cuda_plan(moving.encode(), False, "sm_90a")
+
+
 @pytest.mark.parametrize("dim", [8, 40, 128, 200, 256])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_not_refused(dim, dtype):

@@ -28,7 +28,7 @@ from jax.sharding import AbstractMesh
 from jax_flash import bits, blockwise, custom_calls, padding, partitioning
 from jax_flash.custom_calls import Call, batched, lead, over_leading_dims
 from jax_flash.explicit import placed
-from jax_flash.operands import DIFFERENTIATED, SHARED_GRADIENTS, TANGENTS, Operands
+from jax_flash.operands import CAPTURED, DIFFERENTIATED, SHARED_GRADIENTS, TANGENTS, Operands
 from jax_flash.partitioning import Results, Types
 from jax_flash.problem import Problem, result_types
 from jax_flash.sequence import Arrays
@@ -176,12 +176,16 @@ def _jvp(primals, tangents, *, call: Call, jaxpr: ClosedJaxpr):
 
 
 def _jvp_of_forward(call: Call, arrays: Arrays, moving: Arrays) -> tuple[Any, Any]:
-    """The tangent of the scale becomes a part of the tangent of the query: S = τ Q Kᵀ."""
+    """The tangent of the scale becomes a part of the tangent of the query: S = τ Q Kᵀ.
+
+    Captured arrays of a mask_mod count as constants.
+    """
     if call.problem.page:
         raise NotImplementedError(
             "paged_attention has no gradient in the fused kernels, because they are for inference: "
             'use implementation="xla" or "reference"'
         )
+    moving = {name: x for name, x in moving.items() if name not in CAPTURED or name in call.problem.scored}
     types, dscale = call.problem, moving.pop("scale", None)
     if dscale is not None:
         call = call._replace(problem=_unrounded(call.problem))
@@ -191,6 +195,8 @@ def _jvp_of_forward(call: Call, arrays: Arrays, moving: Arrays) -> tuple[Any, An
     if dscale is not None:
         along = _with_scale(call.problem, arrays, m, dscale)
         moving["query"] = along + moving["query"].astype(along.dtype) if "query" in moving else along
+    if not moving:
+        return (o, l, m), tuple(ad.Zero(jax.typeof(x).to_tangent_aval()) for x in (o, l, m))
     tangent = Tangent(call, tuple(moving))
     tangents = {tangent.tangent_of(name): x for name, x in moving.items()}
     do, dl = tangent.bind(arrays | {"o": o, "l": l, tangent.m_bits: m_bits} | tangents)

@@ -170,6 +170,9 @@ class Problem(Description):
     def along(self, moving: Sequence[str]) -> Problem:
         """Return the problem of the tangent along the tangents of these operands.
 
+        Args:
+          moving: their names. A captured array must be in `scored`.
+
         Raises:
           Unsupported: if there is no code for the tangent of the score_mod. The message starts with its name.
         """
@@ -183,6 +186,7 @@ class Problem(Description):
             score_tangent = score_mod.tangent(captured, numbers, self.accumulation_dtype, self.sizes)
         score = dataclasses.replace(self.score, score_tangent=score_tangent)
         flags: dict[str, Any] = {TANGENTS[name]: True for name in moving if name not in CAPTURED}
+        assert flags or score_tangent  # otherwise the problem is a forward's
         return dataclasses.replace(self, captured=captured, score=score, **flags)
 
     @property
@@ -270,6 +274,12 @@ class Problem(Description):
     def programs(self) -> tuple[Program, ...]:
         """The score_mod and the mask_mod, if present."""
         return tuple(x for x in (self.score.score_mod, self.mask.mask_mod) if x is not None)
+
+    @property
+    def scored(self) -> tuple[str, ...]:
+        """The names of the captured arrays of the score_mod. A mask_mod has no derivative."""
+        score_mod = self.score.score_mod
+        return () if score_mod is None else CAPTURED[score_mod.first : score_mod.first + score_mod.count]
 
     @property
     def lengths(self) -> tuple[int, int]:

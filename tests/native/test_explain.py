@@ -4,7 +4,7 @@ import pathlib
 import re
 
 import pytest
-from plans import BASE, BIASED, FULL_EXTENT, GRADIENTS, fields, kernels, problem, scratch
+from plans import BASE, BIASED, FULL_EXTENT, GRADIENTS, fields, kernels, portable_scratch, problem, scratch
 
 import jax_flash
 from jax_flash import _native
@@ -81,6 +81,15 @@ CAPPED = {
     "score_mod": Program("score;tanh.f,0;result,1"),
     "score_grad": Program("score;tanh.f,0;mul.f,1,1;cotangent;mul.f,3,2;sub.f,3,4;result,5"),
 }
+def test_scratch_of_a_tangent():
+    """It is the tangent's, and not the forward's, also if only captured arrays have tangents."""
+    array = TABLE._replace(gradient=False)
+    forward = {"q_len": 1, "kv_len": 4096, "score_mod": TIMES_TABLE["score_mod"], "captured": (array,)}
+    along = {"captured": (array, array), "score_tangent": Program("score;head;key;load.f,1,1,2;mul.f,0,3;result,4")}
+    assert portable_scratch(**forward) > 0
+    assert portable_scratch(**forward | along) == portable_scratch(**forward, value_tangent=True) == 0
+
+
 PLUS_TABLE_CAPPED = {
     "captured": (TABLE,),
     "score_mod": Program("score;tanh.f,0;head;key;load.f,0,2,3;add.f,1,4;result,5"),

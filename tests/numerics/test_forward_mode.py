@@ -227,6 +227,29 @@ def test_a_program_without_code_for_its_tangent_is_plain_jax():
     np.testing.assert_allclose(result, tangent("reference"), atol=1e-5)
 
 
+def test_captured_arrays_of_a_mask():
+    """They are constants. If nothing else has a tangent, there is no call for it."""
+    q, table = jnp.cos(jnp.arange(2.0 * 5 * 8)).reshape(1, 5, 2, 8), jnp.array([0.2, 0.9])
+
+    def attention(q, table):
+        def mask_mod(b, h, q, k):
+            return (table[h] > 0.5) | (k < 3)
+
+        return jax_flash.dot_product_attention(q, q, q, mask_mod=mask_mod, implementation="flash")
+
+    def tangent(q_tangent, table_tangent):
+        return jax.jvp(attention, (q, table), (q_tangent, table_tangent))[1]
+
+    def along_the_table(table):
+        return jax.jvp(lambda x: attention(q, x), (table,), (table,))[1]
+
+    assert names(along_the_table, table) == ["forward"]
+    np.testing.assert_array_equal(along_the_table(table), 0)
+    assert names(jax.grad(lambda table: attention(q, table).sum()), table) == ["forward"]
+    assert names(tangent, q, table) == ["forward", "tangent 1"]
+    np.testing.assert_array_equal(tangent(q, table), tangent(q, 0 * table))
+
+
 def test_padding_is_inert():
     case = SMALL(lengths=True)
     arrays = case.arrays() | {"query_seq_lengths": np.array([7, 0]), "key_value_seq_lengths": np.array([9, 21])}

@@ -81,6 +81,8 @@ CAPPED = {
     "score_mod": Program("score;tanh.f,0;result,1"),
     "score_grad": Program("score;tanh.f,0;mul.f,1,1;cotangent;mul.f,3,2;sub.f,3,4;result,5"),
 }
+
+
 def test_scratch_of_a_tangent():
     """It is the tangent's, and not the forward's, also if only captured arrays have tangents."""
     array = TABLE._replace(gradient=False)

@@ -4,6 +4,7 @@
 
 #include "scheduler/lists.cuh"
 #include "scheduler/schedule.cuh"
+#include "semantics/tangent.cuh"
 
 namespace jax_flash::hopper {
 
@@ -28,12 +29,14 @@ struct ListedTile {
   __device__ __forceinline__ bool Last() const { return word & 1; }
 };
 
-// The kv tiles that some of the rows [i0, i1) see, and the kv tiles that are fully visible to all these rows.
+// The kv tiles that some of the rows [i0, i1) see, and the kv tiles that are fully visible to all these rows. A tangent
+// takes the references of rows from masked tiles. So the last key of every row must be in one of them.
 __device__ __forceinline__ Visible TilesOf(const Params& p, int batch, int i0, int i1) {
   const Visible keys = KeysOf(p, PositionsOf(p, batch), batch, i0, i1);
   const int begin = keys.any_lo / kKeys;
   const int end = keys.any_lo < keys.any_hi ? (keys.any_hi + kKeys - 1) / kKeys : begin;
-  return {begin, end, max((keys.every_lo + kKeys - 1) / kKeys, begin), max(keys.every_hi / kKeys, begin)};
+  const int every_hi = keys.every_hi - int(kScoresMove);
+  return {begin, end, max((keys.every_lo + kKeys - 1) / kKeys, begin), max(every_hi / kKeys, begin)};
 }
 
 __device__ __forceinline__ auto MakeSchedule(const Params& p) {
@@ -63,6 +66,7 @@ struct ListReader {
   QTile tile;
   const int32_t* kinds;
   ListedKeys<kKeys> keys;
+  bool has_references;  // in a tangent: have all rows seen a tile?
 
   __device__ __forceinline__ const QTile& Tile() const { return tile; }
   // Moves to the next tile. Returns false at the end.
@@ -78,6 +82,7 @@ struct ListReader {
     kinds = KindsOfRow(p, p.block_mask, tile.batch, tile.head, tile.row);
     keys = {blocks, tile.visible};
     if (keys.at < 0) tile.visible.any_hi = tile.visible.any_lo;
+    has_references = false;
     return true;
   }
 
@@ -85,7 +90,9 @@ struct ListReader {
     if (keys.at < 0) return {};
     const int column = keys.at, kind = KindOfColumn(kinds, column);
     const bool within = tile.visible.every_lo <= column && column + kKeys <= tile.visible.every_hi;
-    const bool only_bits = within && !(kMaskMod && kind != kFullBlock), masked = !within || kind != kFullBlock;
+    const bool only_bits = within && !(kMaskMod && kind != kFullBlock);
+    bool masked = !within || kind != kFullBlock;
+    if (kScoresMove && !masked) masked = !has_references, has_references = true;
     keys.Next(tile.visible);
     return {column / kKeys * 8 + only_bits * 4 + masked * 2 + (keys.at < 0),
             ElementsOf(p.block_mask, tile.batch, kind)};

@@ -160,8 +160,8 @@ struct Consumer {
   }
 
   // The reference of each row: the mean of Ṡ over the first tile in which P is not 0, weighted by P. Only masked tiles
-  // look for it, and the first tile is one of them. A vote that spares the search would be a branch, across which no
-  // product may be at work.
+  // look for it. The first tile is one of them, and so are others until every row has seen a key. A vote that spares
+  // the search would be a branch, across which no product may be at work.
   __device__ __forceinline__ void SetReferences() {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -271,7 +271,7 @@ struct Consumer {
       int j = end - 1;
       AddTile<true, true>(tile, j, j == begin);
       for (--j; j >= unmasked_end; --j) AddTile<true, false>(tile, j, j == begin);
-      if (kLocal) lacks_reference[0] = lacks_reference[1] = false;
+      if (kLocal && j >= unmasked_begin) lacks_reference[0] = lacks_reference[1] = false;
       for (; j >= unmasked_begin; --j) AddTile<false, false>(tile, j, j == begin);
       if (kLocal) {
         for (; j >= begin; --j) AddTile<true, false>(tile, j, j == begin);

@@ -1,6 +1,7 @@
 // What has a tangent, and the tangents of a row's results.
 #pragma once
 
+#include "semantics/dropout.cuh"
 #include "semantics/softmax.cuh"
 
 namespace jax_flash {

@@ -565,22 +565,22 @@ def programs(all_programs: Results, masks: Results) -> str:
 
 @shows("kernel_sums_gpu")
 def kernel_sums(results: Results) -> str:
-    ours, tf32, keops, xla = "jax_flash", "jax_flash, TF32", "KeOps", "XLA"
+    rows = results["rows"]
+    ours, others = ("jax_flash", "jax_flash, TF32"), ("KeOps", "XLA")
+    ways = [way for way in (*ours, *others) if any(way in row["seconds"] for row in rows)]
+    names = {"jax_flash": "float32", "jax_flash, TF32": "TF32"}
 
     def line(row: Row) -> list[str]:
         seconds, errors = row["seconds"], row["error"]
-        times = (
-            f"{1e3 * statistics.median(seconds[way]):.3g}" if way in seconds else "–"
-            for way in (ours, tf32, keops, xla)
-        )
-        faster = (" / ".join(number(paired(row, way, our), 1) for our in (ours, tf32)) for way in (keops, xla))
-        rounding = (f"{errors[way]:.0e}" if way in errors else "–" for way in (ours, tf32, keops))
-        name = f"{row['pass']}, N = {row['N']}, D = {row['D']}"
-        return [name, *times, *faster, " / ".join(rounding)]
+        times = (f"{1e3 * statistics.median(seconds[way]):.3g}" if way in seconds else "–" for way in ways)
+        faster = (" / ".join(number(paired(row, way, one), 1) for one in ours) for way in ways if way in others)
+        rounding = (f"{errors[way]:.0e}" if way in errors else "–" for way in ways)
+        return [f"{row['pass']}, N = {row['N']}, D = {row['D']}", *times, *faster, " / ".join(rounding)]
 
-    head = ["", "float32, ms", "TF32, ms", "KeOps, ms", "XLA, ms"]
-    head += [f"speed-up over {way}: float32 / TF32" for way in (keops, xla)]
-    return table([*head, "error: float32 / TF32 / KeOps"], map(line, results["rows"]))
+    shown = [names.get(way, way) for way in ways]
+    head = ["", *(f"{way}, ms" for way in shown)]
+    head += [f"speed-up over {way}: float32 / TF32" for way in ways if way in others]
+    return table([*head, f"error: {' / '.join(shown)}"], map(line, rows))
 
 
 @shows("sparse_mlp_gpu")

@@ -46,13 +46,14 @@ def kernel_sum(
     `jax_flash.kernels`, and float arrays that a function captures have gradients. Leading dims broadcast.
 
     Args:
-      x: array [..., M, D] of points; float32, float64, bfloat16 or float16. 16-bit inputs are computed in float32.
+      x: array [..., M, D] of finite points; float32, float64, bfloat16 or float16. 16-bit inputs are computed in
+        float32.
       y: array [..., N, D] of points in the same dtype.
       weights: array [..., N, E] in the same dtype, of any sign.
       log_kernel: a kernel of `jax_flash.kernels`, or a function (dot, x_norm2, y_norm2) that returns the logarithm of
         the kernel. The function takes x·y, `|x|²` and `|y|²`, scalars in float32 (float64 for float64 inputs), and uses
         `jnp`. The rules for a `score_mod` apply (docs/score-programs.md). Its result may be -inf, where the kernel is
-        0. The kernel must not overflow: log_kernel must be below 88 in float32.
+        0. Sums of the kernel must not overflow: log_kernel must be well below 88 in float32.
       precision: precision of float32 products on a GPU, as in `dot_product_attention`. The default is full float32.
         "default" is TF32, which is faster. Points are then rounded to TF32 (11 significant bits) first, so distances
         are distances of the rounded points, and equal points stay equal.
@@ -147,7 +148,7 @@ def _with_norms(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _score_mod(kernel: DistanceKernel, x: jax.Array, y: jax.Array) -> Callable[..., jax.Array]:
     """Return the function from -d²/2 to the logarithm of the kernel."""
-    # One value for each key, because a GPU adds up gradients by key faster than gradients of one number.
+    # One value for each key. Gradients of one number would be added up at one address on a GPU.
     parameters = [_replicated(jnp.broadcast_to(parameter, y.shape[:1])) for parameter in kernel.parameters]
     # Twice the error of three TF32 products. Only its order matters.
     bound = 2.0**-20 if x.dtype == jnp.float32 else 2.0**-49

@@ -130,6 +130,18 @@ def test_no_kernel_is_above_one(name, where):
     assert (matrix >= 0).all() and (matrix <= 1 + 1e-6).all(), matrix.max()
 
 
+@pytest.mark.parametrize(("scale", "error"), [(1.0, 0.003), (0.1, 0.03), (0.01, 0.28)])
+def test_laplace_gradient_of_near_points(scale, error):
+    """Near points count as equal. The guide has these errors."""
+    x, y = np.random.default_rng(0).random((2, 1000, 1), np.float32)
+    weights = np.ones((1000, 1), np.float32)
+    ours = jax.grad(lambda x: kernel_sum(x, y, weights, kernels.laplace(scale)).sum())(jnp.asarray(x))
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(array, jnp.float64) for array in (x, y, weights)]
+        theirs = jax.grad(lambda x: expected("laplace", x, *wide[1:], scale).sum())(wide[0])
+    assert np.linalg.norm(np.asarray(ours) - np.asarray(theirs)) <= error * np.linalg.norm(theirs)
+
+
 def test_only_the_sum_may_overflow():
     """The kernel is up to exp(100), but the weights are small."""
     x, y, weights = arrays()

@@ -24,7 +24,7 @@ import pytest
 import standard
 from accuracy import assert_accurate, by_numpy, check, check_tf32, errors
 from block_masks import sparse
-from cases import DIFFERENTIATED, Case, problem, with_gradients
+from cases import DIFFERENTIATED, Case, problem, upcast, with_gradients
 from plans import changed
 
 import jax_flash
@@ -66,6 +66,39 @@ hopper = pytest.mark.skipif(os.environ["JAX_FLASH_EMULATE"] != "sm_90", reason="
 )
 def test_case(case, dtype):
     check(case, dtype)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    ("case", "inputs"),
+    [
+        (Case(T=150, S=210, N=2, K=1, D=64, E=64, lengths=True), ("query", "key", "value")),
+        (sparse(128, 64, B=1, T=150, S=300, N=2, K=1, D=64, E=64), ("query", "key", "value")),
+        (Case(B=1, T=150, S=210, N=2, K=1, D=128, E=128, causal=True), ("value",)),
+        (Case(B=1, T=70, S=90, N=2, K=1, D=72, E=200), ("query", "key", "value")),  # Ampere's kernel
+    ],
+    ids=str,
+)
+def test_tangent(case, inputs):
+    """Padding may hold NaN, and so may its tangents."""
+    arrays = case.arrays("bfloat16")
+    tangents = {name: np.cos(3 * arrays[name].astype(np.float32)).astype(arrays[name].dtype) for name in inputs}
+
+    def tangent(implementation, arrays, tangents):
+        def attention(moved):
+            return jax_flash.dot_product_attention(**arrays | moved, **case.options, implementation=implementation)
+
+        return np.asarray(jax.jvp(attention, ({name: arrays[name] for name in inputs},), (tangents,))[1], np.float32)
+
+    exact = tangent("reference", upcast(arrays), upcast(tangents))
+    if case.lengths:
+        padding = np.arange(case.S) >= arrays["key_value_seq_lengths"][:, None]
+        for of in (arrays, tangents):
+            for name in ("key", "value"):
+                of[name] = of[name].copy()
+                of[name][padding] = np.nan
+    result = tangent("flash", arrays, tangents)
+    np.testing.assert_allclose(result, exact, rtol=0, atol=4e-2 * np.abs(exact).max())
 
 
 @pytest.mark.usefixtures("device")

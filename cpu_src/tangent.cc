@@ -22,8 +22,8 @@ template <typename A>
 struct QueryTile {
   Tile<A> q;       // Q̇ and Q, concatenated: Ṡ = τ [Q̇ Q] [K K̇]ᵀ is one product
   Tile<A> a;       // Σ_j Z P (Ṡ - reference) V + Z P V̇
-  Tile<A> o = {};  // Σ_j Z P V, if the given O is rounded: a large μ multiplies the error
-  Tile<A> mu;      // Σ_j P (Ṡ - reference), a sum for each lane
+  Tile<A> o = {};  // Σ_j Z P V, if the given O is rounded: a large μ - reference multiplies the error
+  Tile<A> moved;   // Σ_j P (Ṡ - reference), a sum for each lane
   A* m;
   A* reference;
   bool* referred;  // does the row have a reference yet?
@@ -49,7 +49,7 @@ struct Scratch {
       query.q = carver.NewTile<A>(tile_rows, p.qk_dim + RoundUp(p.qk_dim, kLanes<A>));
       query.a = carver.NewTile<A>(tile_rows, p.v_dim);
       if (ComputesO(p)) query.o = carver.NewTile<A>(tile_rows, p.v_dim);
-      query.mu = carver.NewTile<A>(tile_rows, kLanes<A>);
+      query.moved = carver.NewTile<A>(tile_rows, kLanes<A>);
       query.m = carver.Array<A>(tile_rows);
       query.reference = carver.Array<A>(tile_rows);
       query.referred = carver.Array<bool>(tile_rows);
@@ -98,7 +98,7 @@ struct Pass {
              FromColumn(query.q, p.qk_dim));
     Zero(query.a, rows, query.a.stride);
     if (query.o.data) Zero(query.o, rows, query.o.stride);
-    Zero(query.mu, rows, query.mu.stride);
+    Zero(query.moved, rows, query.moved.stride);
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t row = Statistics(query.at) + r;
       const A m = static_cast<const A*>(given.m)[row];
@@ -136,7 +136,7 @@ struct Pass {
     Multiply(AsIs(FromColumn(query.q, first)), FromRow(keys, first), to, block.rows, width, last - first, Into::kNew);
   }
 
-  // Replaces S by P, and Ṡ by P (Ṡ - reference). Adds the latter to μ.
+  // Replaces S by P, and Ṡ by P (Ṡ - reference). Adds the latter to `moved`.
   void Weights(QueryTile<A>& query, const Block& block) const {
     for (int64_t r = 0; r < block.rows; r += kScoredRows) {
       scores.FromProducts(FromRow(scratch.s, r), block.Rows(r, kScoredRows), query.at.n, scratch.trace.FromRow(r));
@@ -150,7 +150,7 @@ struct Pass {
       A* const s_tangent = scratch.s_tangent.row(r);
       if (!query.referred[r]) Refer(query, r, block);
       const A reference = query.reference[r];
-      Vec<A> sum = Load(query.mu.row(r));
+      Vec<A> sum = Load(query.moved.row(r));
       for (int64_t c = block.c0; c < block.c1; c += kLanes<A>) {
         const Vec<A> weight = Load(s + c);
         // Ṡ of a masked entry may be NaN.
@@ -158,7 +158,7 @@ struct Pass {
         Store(s_tangent + c, product);
         sum += product;
       }
-      Store(query.mu.row(r), sum);
+      Store(query.moved.row(r), sum);
     }
   }
 
@@ -207,10 +207,10 @@ struct Pass {
       const int64_t row = Statistics(query.at) + r;
       const A l = static_cast<const A*>(given.l)[row], reference = query.reference[r];
       A sum = 0;
-      for (int lane = 0; lane < kLanes<A>; ++lane) sum += query.mu.row(r)[lane];
+      for (int lane = 0; lane < kLanes<A>; ++lane) sum += query.moved.row(r)[lane];
       const WithSink<A> sums(p, in, b, n, static_cast<const A*>(given.m)[row], l);
-      const A share = sums.alpha / sums.l, factor = scratch.dropout_mask.scale * share;
-      const A mu = share * sum + sums.TermOfMu(p, given, b, n, reference);
+      const A to_p = sums.alpha / sums.l, factor = scratch.dropout_mask.scale * to_p;  // to_p: from exp(S - m) to P
+      const A mu = to_p * sum + sums.TermOfMu(p, given, b, n, reference);
       const A of_o = mu * (query.o.data ? factor : 1);
       A* const a = query.a.row(r);
       for (int64_t c = 0; c < p.v_dim; ++c) a[c] = l == 0 ? 0 : a[c] * factor - of_o * o.row(r)[c];

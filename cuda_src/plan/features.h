@@ -99,8 +99,8 @@ constexpr FeatureBits kPreferences = kManyKeys | kLongCausal | kFewTiles | kMany
 constexpr FeatureBits kLocal = kWindow | kSegments;                   // also packed sequences, see kWindow
 constexpr FeatureBits kAddsToScores = kBias | kScoreMod;              // entry by entry, except tiles of a bias
 constexpr FeatureBits kScoreFeatures = kBias | kSoftCap | kScoreMod;  // scores are formed entry by entry
-constexpr FeatureBits kRanges = kCausal | kLocal | kLengths;          // masks without an array of all entries
-constexpr FeatureBits kPositions = kRanges | kQueryOffset;
+constexpr FeatureBits kPositionMasks = kCausal | kLocal | kLengths;   // masks without an array of all entries
+constexpr FeatureBits kPositions = kPositionMasks | kQueryOffset;
 
 struct Features {
   FeatureBits bits = 0;

@@ -28,16 +28,17 @@ constexpr Row kForward[] = {
     // Up to d = 64, three or four warpgroups hide each other's softmax. First, few keys; then many keys without masks.
     {227, 64, {256, 64, 4, 8}, kAddsToScores | kDropout | kLocal | kManyKeys | kFewTiles},
     {227, 64, {192, 128, 3, 2}, kAddsToScores | kDropout | kCausal | kLocal | kSoftCap | kFewTiles},
-    // Masks: each warpgroup visits its own range of keys. With enough keys this is up to 1.89 times as fast for packed
+    // Positions and segments: each warpgroup visits its own range of keys. With enough keys this is up to 1.89 times as
+    // fast for packed
     // sequences. A soft cap gains 2%, and 8% with a causal mask.
     {227, 64, {256, 64, 4, 8}, kAddsToScores | kDropout | kListed | kLongCausal | kFewTiles},
     // Block masks, and long causal sequences. Then a light score_mod.
     {227, 64, {192, 128, 3, 2}, kAddsToScores | kDropout | kLocal | kSoftCap | kFewTiles},
     {227, 64, {192, 112, 3, 2}, kBias | kHeavyMod | kDropout | kLocal | kFewTiles},
-    // Few tiles.
+    // Few tiles. In the second row, two warpgroups share rows and divide the keys.
     {227, 64, {128, 128, 2, 3}, kAddsToScores | kDropout | kLocal | kListed},
     {227, 64, {128, 128, 4, 4}, kAddsToScores | kDropout | kSegments | kMaskMod},
-    // Dropout: 176 keys are 8% faster at N = 1024. Then a causal mask. (dropout.md)
+    // Dropout: 176 keys are 8% faster with 1024 queries and keys. Then a causal mask. (dropout.md)
     {227, 64, {128, 176, 2, 2}, kAddsToScores | kSoftCap | kCausal | kLocal | kListed},
     {227, 64, {256, 64, 4, 8}, kAddsToScores | kSoftCap | kLengths | kQueryOffset | kListed | kFewTiles},
     // All others; a bias or a score_mod, entry by entry, leaves room for fewer keys.
@@ -69,8 +70,8 @@ constexpr Row kForwardF32[] = {
 // two kinds of slopes, or for large slopes in float16.
 constexpr FeatureBits kSupportedBackward = kSupported & ~(kGradientsOfScore | kUnkeptSlopes);
 constexpr Row kBackward[] = {
-    // Large tiles: slopes of a soft cap are recomputed from P, 329 to 346 TFLOP/s. That divides rounding errors of log
-    // P by the cap, so the cap must not be small. (masks-and-biases.md)
+    // Large tiles raise 329 TFLOP/s with a soft cap to 346. Its slopes are recomputed from P. That divides rounding
+    // errors of log P by the cap, so the cap must not be small. (masks-and-biases.md)
     {227, 64, {128, 128, 2, 2}, kAddsToScores | kSmallCap | kMaskCapDropout},
     {227, 64, {64, 128, 2, 2, true}},
     {227, 128, {64, 128, 2, 2, true}, kWideBias | kWideSlopesAndSums},
@@ -87,12 +88,12 @@ constexpr Row kBackwardF32[] = {
     {227, 96, {64, 64, 2, 1}, kSoftCap | kListed | kScoreMod},
 };
 
-// The tangent looks up no entry of a bias, and has 16-bit results. A lane has S, Ṡ and A in f32, Q, and two left
-// operands of all keys. With blocks of 64 or 128 keys, tiles of 96 do not fit. (tangent.md)
+// The tangent looks up no entry of a bias, and has 16-bit results (not kUnrounded). A lane has S, Ṡ and A (the sum for
+// Ȯ) in f32, Q, and two left operands of all keys. (tangent.md)
 constexpr FeatureBits kSupportedTangent = kSupported & ~(kAddsToScores | kUnrounded);
 constexpr Row kTangent[] = {
     {227, 64, {128, 96, 2, 2}},
-    {227, 64, {128, 64, 2, 3}},
+    {227, 64, {128, 64, 2, 3}},  // block masks, whose blocks of 64 or 128 keys are no multiple of 96
     {227, 128, {128, 64, 2, 2}},
 };
 
@@ -142,7 +143,8 @@ bool FusesRows(const Target& target, const Problem& p) {
   const bool few = p.batch * p.q_heads * DivideUp(p.q_len, kRowBlock) <= 3 * target.multiprocessors;
   const bool listed = has.Any(kListed), dropout = has.Any(kDropout);
   const bool narrow = std::max(p.qk_dim, p.v_dim) <= 64;
-  // The keys of a row of Q, and the rows that see a kv tile, from the lengths of a block mask's lists.
+  // The keys of a row of Q, and the rows that see a kv tile, from the widths of a block mask's lists, which include a
+  // header.
   const int64_t keys = listed ? (p.mask.row_list - kListHeader) * p.mask.kv_block : p.kv_len;
   const bool long_lists = listed && (p.mask.column_list - kListHeader) * p.mask.q_block > kMaxListedRows;
 
@@ -153,14 +155,14 @@ bool FusesRows(const Target& target, const Problem& p) {
   if (has.Count(kPositions) + (dropout ? 1 + p.dlogsumexp : 0) > 2) return false;
   // Registers: wide heads that may have empty rows, if sinks and the logsumexp have gradients.
   if (HasGradientPerRow(p) && p.dlogsumexp && !narrow && p.may_empty_rows()) return false;
-  // Block masks: only without other ranges and shared keys, and with dropout only narrow heads. Their lists are taken
+  // Block masks: only without position masks and shared keys, and with dropout only narrow heads. Their lists are taken
   // head by head, so a long list would delay later heads.
-  if (listed && (p.group() > 1 || has.Any(kRanges) || long_lists || (dropout && !narrow))) return false;
+  if (listed && (p.group() > 1 || has.Any(kPositionMasks) || long_lists || (dropout && !narrow))) return false;
   // Registers: dropout with a window or segments, or with narrow heads that share keys.
   if (dropout && (has.Any(kLocal) || (p.group() > 1 && narrow))) return false;
-  // Query heads that share keys would be computed one by one, with dK and dV added in f32, because otherwise too many
-  // heads would be in progress. That is only worthwhile with few tiles, or if large groups share keys and the rows that
-  // see them do not fit into L2.
+  // With fused rows, query heads that share keys are computed one by one, and dK and dV are added in f32. Otherwise too
+  // many heads would be in progress. That is only worthwhile with few tiles, or if large groups share keys and the rows
+  // that see them do not fit into L2.
   const bool long_heads = p.q_len * (p.qk_dim + p.v_dim) >= kLongHead && p.kv_len <= p.q_len && !has.Any(kLocal);
   const bool one_by_one = LeavesIdle(target, p) || (long_heads && p.group() >= 4);
   if (p.group() > 1 && !one_by_one) return false;
@@ -229,8 +231,8 @@ int64_t ReserveHopperRows(const Problem& p, Plan* plan) {
   return rows;
 }
 
-// Reserves the scratch memory of the backward. Returns the number of bytes that must be zeroed first: counters, and
-// sums of dK and dV.
+// Reserves the scratch memory of the backward. Returns the number of bytes that must be zeroed before the launch:
+// counters, and sums of dK and dV.
 int64_t ReserveBackward(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan) {
   Scratch& scratch = plan->scratch;
   const int64_t before = scratch.bytes, heads = p.batch * p.q_heads;

@@ -34,7 +34,7 @@ struct PlannedUnit {
 struct Launch {
   int unit;           // index in Plan::units
   std::string entry;  // name of the kernel
-  int64_t blocks;
+  int64_t blocks;     // CTAs, or if `persistent` tiles
   int threads;
   bool persistent = false;      // at most one CTA on each SM; CTAs loop over tiles
   int cluster = 1;              // CTAs in a cluster

@@ -29,7 +29,7 @@ def test_plain(cause, implementation):
 
 
 def test_small_scale():
-    """A tiny scale is multiplied into the query, so its gradient is a sum over all rows, including padding."""
+    """A scale below 2⁻¹⁰⁰ is multiplied into the query, so its gradient is a sum over all rows, including padding."""
     padded.check("query lengths", "float64", scale=1e-33)
 
 
@@ -44,7 +44,7 @@ def test_no_keys(implementation):
         return jax_flash.dot_product_attention(query, key, key, **options)
 
     o, pull = jax.vjp(attention, query, jnp.ones(2), 0.5)
-    for x in (o, *pull(query)):
+    for x in (o, *pull(query)):  # the query also serves as NaN cotangents
         assert not np.asarray(x).any()
 
 

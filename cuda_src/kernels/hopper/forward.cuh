@@ -37,7 +37,7 @@ struct Consumer : Epilogue {
   using Epilogue::Epilogue;
 
   // Computes S and P of tile j of K. Adds P V of the previous tile, on the right of tile j, to O. Numbers are lines of
-  // Algorithm 2. `only_bits`: the bits of the tile's block are its only mask.
+  // Algorithm 2. `only_bits`: the element mask of the tile's block is its only mask.
   template <bool kMasked>
   __device__ __forceinline__ void ComputeSTile(const QTile& tile, int j, bool last, bool only_bits = false) {
     float alpha[2], shift[2];
@@ -87,7 +87,7 @@ struct Consumer : Epilogue {
     const int unmasked_end = Uniform(tile.visible.every_hi);
     if (kWarpgroupRanges) SkipTiles(shared.skipped[q.position][row_group].before);
     if (begin == end) {
-      if (tile.row < 0) return false;
+      if (tile.row < 0) return false;  // after the last tile, whose range is empty, too
       WriteEmpty(tile);
       return true;
     }

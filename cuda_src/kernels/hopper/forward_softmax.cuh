@@ -37,7 +37,7 @@ struct Probabilities : Products {
                          Column(j));  // a tile may be a whole block
     if (Tuning::kEarlyCombineMasks) CombineMasks(tile, j, only_bits);
   }
-  // Combines all masks of tile j. `only_bits`: the bits of its block are its only mask.
+  // Combines all masks of tile j. `only_bits`: its block's element mask is its only mask.
   __device__ __forceinline__ void CombineMasks(const QTile& tile, int j, bool only_bits) {
     tile_mask.PackBits();
     if (!only_bits) tile_mask.Intersect(PositionsHere(tile), Entries(p, tile.batch, tile.head), ViewOf(tile, j));

@@ -23,7 +23,7 @@ struct ListedTile {
 
   __device__ __forceinline__ bool Exists() const { return word >= 0; }
   __device__ __forceinline__ int J() const { return word >> 3; }
-  // Are the bits of the tile's block its only mask?
+  // Is the element mask of the tile's block its only mask?
   __device__ __forceinline__ bool OnlyBits() const { return word & 4; }
   __device__ __forceinline__ bool Masked() const { return word & 2; }
   __device__ __forceinline__ bool Last() const { return word & 1; }

@@ -187,6 +187,8 @@ def test_forward_mode_is_refused():
 @pytest.mark.parametrize("mode", ["Auto", "Explicit", "Manual"])
 def test_sharded_tokens(mode, kernels, monkeypatch):
     """Each device computes its own tokens, and the gradient of the blocks is a sum over devices."""
+    if kernels and mode == "Explicit" and jax.__version_info__ >= (0, 11):
+        pytest.skip("Pallas's interpreter mixes arrays with and without an explicit mesh")
     mask = MASKS["butterfly"]
     x, blocks, dy = arrays(mask)
     function = functools.partial(block_sparse_matmul, mask=mask)

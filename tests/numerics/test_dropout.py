@@ -119,7 +119,7 @@ def test_kernel_mask_does_not_depend_on_dtype(dtype, find, device):
 @pytest.mark.parametrize("rate", [2**-15, 0.002, 127 / 32768, 128 / 32768, 255 / 256])
 @pytest.mark.parametrize("find", [from_forward, from_backward])
 def test_kernel_mask_at_extreme_rates(find, rate, dtype):
-    """Kernels compare random bits with the threshold as bfloat16. A threshold below 128 is subnormal, and 255/256 gives inf."""
+    """Kernels compare bits with the threshold as bfloat16. Thresholds below 128 are subnormal; 255/256 gives inf."""
     key = jax.random.key(6)
     with jax.default_matmul_precision("default"):
         mask = find(lambda q, k, v: attend(q, k, v, rate, key), 1, 2, 140, 260, dtype)

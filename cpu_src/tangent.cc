@@ -197,9 +197,9 @@ struct Pass {
 
   // Ȯ = (Z∘P∘Ṡ) V + (Z∘P) V̇ - μ∘O, where μ includes the sink; the tangent of l excludes it.
   void Finish(const QueryTile<A>& query, const TangentResults& out) const {
-    const auto [n, i0, rows] = query.at;
+    const int64_t n = query.at.n, rows = query.at.rows;
     const auto rows_of = [&](const void* array) {
-      return HeadRows(array, p.output_dtype(), b, i0, p.q_len, n, p.q_heads, p.v_dim);
+      return HeadRows(array, p.output_dtype(), b, query.at.i0, p.q_len, n, p.q_heads, p.v_dim);
     };
     const Tile<A> o = query.o.data ? query.o : FromColumn(scratch.v, 0);  // V is no longer needed
     if (!query.o.data) LoadRows(rows_of(given.o), rows, p.v_dim, A(1), o);

@@ -38,6 +38,7 @@ from jax_flash.custom_calls import export_checks
 from jax_flash.derivatives import RESIDUAL_NAMES
 from jax_flash.jax_nn import JaxNNPatch, patch_jax_nn
 from jax_flash.kernel_sums import kernel_sum
+from jax_flash.mla import append_to_latent_pages, mla_attention, paged_mla_attention
 from jax_flash.paged import append_to_pages, paged_attention
 from jax_flash.plan import Explanation, Kernel, explain
 from jax_flash.problem import Problem
@@ -56,6 +57,7 @@ __all__ = [
     "Kernel",
     "Problem",
     "Statistics",
+    "append_to_latent_pages",
     "append_to_pages",
     "attention_with_statistics",
     "block_sparse_matmul",
@@ -68,7 +70,9 @@ __all__ = [
     "kernels",
     "matrix_to_blocks",
     "merge",
+    "mla_attention",
     "paged_attention",
+    "paged_mla_attention",
     "patch_jax_nn",
     "patterns",
     "unzigzag",

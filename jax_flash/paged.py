@@ -206,28 +206,35 @@ def append_to_pages(
             "key_pages [pages, page, K, D] and value_pages [pages, page, K, E] take key [B, T, K, D] and value "
             f"[B, T, K, E], but their shapes are {keys.shape}, {values.shape}, {new_keys.shape}, {new_values.shape}"
         )
+    updated = written((keys, values), (new_keys, new_values), page_table, lengths)
+    return updated[0], updated[1]
+
+
+def written(
+    pools: tuple[jax.Array, ...], new: tuple[jax.Array, ...], page_table: ArrayLike, lengths: ArrayLike
+) -> tuple[jax.Array, ...]:
+    """Write the last T tokens of each sequence, arrays [B, T, ...], to pools of pages [pages, page, ...]."""
     table = checks.integers("page_table", page_table)
-    table, ends = _table_and_lengths(table, lengths, len(new_keys), *keys.shape[:2])
-    arrays = tuple(map(jnp.asarray, (keys, values, new_keys, new_values, table, ends)))
-    places = tuple(jax.typeof(pages).sharding.spec for pages in arrays[:2])  # the pages stay where they are
-    return placed(_written, places, *arrays)
+    table, ends = _table_and_lengths(table, lengths, len(new[0]), *pools[0].shape[:2])
+    pools, new, table, ends = jax.tree.map(jnp.asarray, (pools, new, table, ends))
+    places = tuple(jax.typeof(pages).sharding.spec for pages in pools)  # the pages stay where they are
+    return placed(_written, places, pools, new, table, ends)
 
 
 def _written(
-    keys: jax.Array, values: jax.Array, new_keys: jax.Array, new_values: jax.Array, table: jax.Array, ends: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    (count, page), T, M = keys.shape[:2], new_keys.shape[1], table.shape[1]
+    pools: tuple[jax.Array, ...], new: tuple[jax.Array, ...], table: jax.Array, ends: jax.Array
+) -> tuple[jax.Array, ...]:
+    (count, page), T, M = pools[0].shape[:2], new[0].shape[1], table.shape[1]
     if M == 0:
-        return keys, values
+        return pools
     place = ends[:, None] - T + jnp.arange(T)
     number = jnp.take_along_axis(table, place // page, axis=1, mode="clip")
     there = (place >= 0) & (place < M * page) & (number >= 0)
     number = jnp.where(there, number, count)  # what is not there is dropped
-    keys, values = (
-        pages.at[number, place % page].set(new.astype(pages.dtype), mode="drop")
-        for pages, new in ((keys, new_keys), (values, new_values))
+    return tuple(
+        pages.at[number, place % page].set(tokens.astype(pages.dtype), mode="drop")
+        for pages, tokens in zip(pools, new, strict=True)
     )
-    return keys, values
 
 
 def checked_page(page: int) -> int:

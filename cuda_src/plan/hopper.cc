@@ -29,8 +29,7 @@ constexpr Row kForward[] = {
     {227, 64, {256, 64, 4, 8}, kAddsToScores | kDropout | kLocal | kManyKeys | kFewTiles},
     {227, 64, {192, 128, 3, 2}, kAddsToScores | kDropout | kCausal | kLocal | kSoftCap | kFewTiles},
     // Positions and segments: each warpgroup visits its own range of keys. With enough keys this is up to 1.89 times as
-    // fast for packed
-    // sequences. A soft cap gains 2%, and 8% with a causal mask.
+    // fast for packed sequences. A soft cap gains 2%, and 8% with a causal mask.
     {227, 64, {256, 64, 4, 8}, kAddsToScores | kDropout | kListed | kLongCausal | kFewTiles},
     // Block masks, and long causal sequences. Then a light score_mod.
     {227, 64, {192, 128, 3, 2}, kAddsToScores | kDropout | kLocal | kSoftCap | kFewTiles},
@@ -75,6 +74,8 @@ constexpr Row kBackward[] = {
     {227, 64, {128, 128, 2, 2}, kAddsToScores | kSmallCap | kMaskCapDropout},
     {227, 64, {64, 128, 2, 2, true}},
     {227, 128, {64, 128, 2, 2, true}, kWideBias | kWideSlopesAndSums},
+    // Wide heads recompute the slopes as well, if there is a block mask. Narrower heads keep them.
+    {227, 96, {64, 128, 2, 2}},
     {227, 128, {64, 128, 2, 2}, kSmallCap | kWideSlopesAndSums},
     // Pairs of CTAs (hopper/backward_pairs.cuh) are only for wide heads. Their warpgroups exchange P, so the slopes
     // must be in P.
@@ -153,7 +154,7 @@ bool FusesRows(const Target& target, const Problem& p) {
   if (!few && (keys < 512 || p.q_len > 2 * p.kv_len)) return false;
   // Registers: at most two of these: each position mask, dropout, dlogsumexp with dropout.
   if (has.Count(kPositions) + (dropout ? 1 + p.dlogsumexp : 0) > 2) return false;
-  // Registers: wide heads that may have empty rows, if sinks and the logsumexp have gradients.
+  // Registers: wide heads that may have empty rows, if there are gradients of rows and of the logsumexp.
   if (HasGradientPerRow(p) && p.dlogsumexp && !narrow && p.may_empty_rows()) return false;
   // Block masks: only without position masks and shared keys, and with dropout only narrow heads. Their lists are taken
   // head by head, so a long list would delay later heads.

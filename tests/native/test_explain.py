@@ -60,6 +60,13 @@ def test_precision_does_not_change_kernels_of_16_bits(backward):
     assert explained(backward, full_precision=True, **changes) == explained(backward, **changes)
 
 
+@pytest.mark.parametrize("features", [{}, {"array": FULL_EXTENT, "drop_threshold": 99}, BIASED], ids=str)
+@pytest.mark.parametrize("dim", [64, 96])
+def test_small_caps_of_narrow_heads(dim, features):
+    explanation = explained(True, qk_dim=dim, v_dim=dim, logits_soft_cap=0.005, **features)
+    assert {kernel.family for kernel in explanation.kernels if "mask" not in kernel.name} == {"hopper"}
+
+
 def test_deterministic_additions_to_dq():
     explanation = explained(True, deterministic=True)
     assert explanation.reasons == ("deterministic: blocks add to dQ in a fixed order",)

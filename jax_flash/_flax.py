@@ -263,7 +263,7 @@ def append(
       The updated caches, and index + T.
     """
     _check_as_many(query, key)
-    return _written(cached_key, key, index), _written(cached_value, value, index), index + key.shape[-3]
+    return written(cached_key, key, index), written(cached_value, value, index), index + key.shape[-3]
 
 
 def _check_as_many(query: jax.Array, key: jax.Array) -> None:
@@ -274,7 +274,8 @@ def _check_as_many(query: jax.Array, key: jax.Array) -> None:
         )
 
 
-def _written(cache: jax.Array, new: jax.Array, index: jax.Array) -> jax.Array:
+def written(cache: jax.Array, new: jax.Array, index: jax.Array) -> jax.Array:
+    """Write new keys or values to a cache, as in `append`."""
     expected = (*cache.shape[:-3], new.shape[-3], *cache.shape[-2:])
     if new.shape != expected or new.shape[-3] > cache.shape[-3]:
         raise ValueError(

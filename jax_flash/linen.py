@@ -36,13 +36,24 @@ from jax_flash._flax import (
     key_and_value_inputs,
     refuse,
 )
+from jax_flash._latent import (
+    LatentAttributes,
+    append_latent,
+    attend_expanded,
+    attend_in_latent_pages,
+    attend_to_cache,
+    has_bias,
+    layers,
+    positions_of,
+    query_and_latent,
+)
 from jax_flash.block_sparse import BlockMask
 from jax_flash.call import Call, Implementation, explains_names
 from jax_flash.paged import checked_page
 from jax_flash.sequence import Layout
 from jax_flash.windows import Window
 
-__all__ = ["BlockSparseDense", "MultiHeadAttention", "dot_product_attention"]
+__all__ = ["BlockSparseDense", "MultiHeadAttention", "MultiHeadLatentAttention", "dot_product_attention"]
 
 
 @explains_names
@@ -373,6 +384,143 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
             dot_general_cls=self.out_dot_general_cls,
             name="out",
         )(x)
+
+
+class MultiHeadLatentAttention(nn.Module, LatentAttributes):
+    """Multi-head latent attention (MLA, arXiv 2405.04434) with fused kernels, as in DeepSeek-V3 and Kimi K2.
+
+    The cache has one latent of kv_lora_rank + qk_rope_head_dim entries for each token, which all heads share. Without a
+    cache, the module expands the latents to a key and a value for each head. With a cache, it absorbs the weights of
+    the expansion into queries and outputs, and attends to the latents. For long prompts, it expands the cache if that
+    needs fewer operations. All give the same result up to rounding.
+
+    The parameters have the names of DeepSeek-V3. A dense layer has a `kernel`, the transpose of the checkpoint's
+    `weight`, and an RMSNorm has a `scale`, equal to its `weight`:
+
+    * `q_a_proj` [features, q_lora_rank], `q_a_layernorm`, `q_b_proj` [q_lora_rank, N · (nope + rope)]; or with
+      q_lora_rank=None, `q_proj` [features, N · (nope + rope)];
+    * `kv_a_proj_with_mqa` [features, kv_lora_rank + rope] and `kv_a_layernorm`;
+    * `kv_b_proj` [kv_lora_rank, N · (nope + v)] and `o_proj` [N · v, features].
+
+    N is num_heads, and nope, rope and v are qk_nope_head_dim, qk_rope_head_dim and v_head_dim.
+
+    With `decode=True`, a call takes any number T of new tokens. Their latents enter the cache in the collection
+    "cache". `init` makes the cache, as long as its inputs.
+
+    Attributes:
+      num_heads: number of heads.
+      q_lora_rank: dim of the compressed queries. None means that queries are not compressed.
+      kv_lora_rank: dim of the compressed keys and values. With a cache it must be a multiple of 8.
+      qk_nope_head_dim: dim of the part of a head's queries and keys without rotary embeddings.
+      qk_rope_head_dim: dim of the part with rotary embeddings, an even number. All heads share this part of the keys.
+        With a cache, kv_lora_rank + qk_rope_head_dim must be a multiple of 8, and at most 576.
+      v_head_dim: head dim of the values.
+      rope_theta: base of the rotary frequencies. Entries 2i and 2i + 1 are a pair.
+      rope_frequencies: tuple of qk_rope_head_dim / 2 angles per position. They replace rope_theta, for example with
+        those of YaRN.
+      scale: factor of the scores. Default: 1/√(nope + rope). YaRN multiplies it by mscale².
+      is_causal: whether a token attends only to itself and to earlier tokens. With a cache, attention is always causal.
+      use_bias: whether `q_a_proj`, `kv_a_proj_with_mqa` and `o_proj` have a bias.
+      norm_epsilon: epsilon of both RMSNorms.
+      dtype: dtype of the computation. Default: the common dtype of inputs and parameters.
+      param_dtype: dtype of the parameters.
+      precision: precision of float32 products.
+      kernel_init: initializer of the kernels.
+      implementation: as in `jax_flash.dot_product_attention`.
+      reproducible_gradients: whether gradients have the same bits in every run. `jax_flash.dot_product_attention` calls
+        this option `deterministic`.
+      decode: whether to use a cache.
+      pages: number of pages of a paged cache, which sequences of different lengths share. It needs `decode=True`, and
+        calls then take `page_table` and `lengths`. 0 means a contiguous cache.
+      page: tokens per page, a multiple of 8 from 8 to 1024.
+
+    Raises:
+      ValueError: if a dim is out of range, a shape does not fit the cache, or an option does not go with a cache.
+      TypeError: if an option has a wrong type or an unknown name.
+    """
+
+    num_heads: int
+    decode: bool = False
+    pages: int = 0
+    page: int = 64
+
+    @nn.compact
+    @explains_names
+    def __call__(
+        self,
+        inputs: jax.Array,
+        *,
+        positions: ArrayLike | None = None,
+        segment_ids: ArrayLike | None = None,
+        page_table: ArrayLike | None = None,
+        lengths: ArrayLike | None = None,
+    ) -> jax.Array:
+        """Return the outputs [..., T, features] of inputs [..., T, features].
+
+        Args:
+          inputs: array [..., T, features].
+          positions: integer array [..., T] for the rotary embeddings. Default: 0, 1, … Not with a cache.
+          segment_ids: integer array [..., T]. A token attends only to tokens with its id (packed sequences). Not with a
+            cache.
+          page_table, lengths: as in `jax_flash.linen.MultiHeadAttention`, for a paged cache.
+        """
+        sizes = layers(self, self.num_heads, inputs.shape[-1])
+
+        def apply(name: str, x: jax.Array) -> jax.Array:
+            if len(sizes[name]) == 1:
+                return nn.RMSNorm(self.norm_epsilon, self.dtype, self.param_dtype, name=name)(x)
+            return nn.Dense(
+                sizes[name][1],
+                use_bias=has_bias(self, name),
+                dtype=self.dtype,
+                param_dtype=self.param_dtype,
+                precision=self.precision,
+                kernel_init=self.kernel_init,
+                name=name,
+            )(x)
+
+        in_pages = self.decode and self.pages > 0
+        cached = None
+        if self.decode and not self.pages:
+            is_initialized = self.has_variable("cache", "cache_index")
+            index = self.variable("cache", "cache_index", lambda: jnp.array(0, jnp.int32))
+            cached = index.value if is_initialized else None  # the first call (`init`) only makes the cache
+        if (page_table is not None or lengths is not None) and not in_pages:
+            raise ValueError("page_table and lengths need a paged cache: set decode=True and pages on the module")
+        attends_in_pages = in_pages and not self.is_initializing()
+        if attends_in_pages and page_table is None and lengths is None:
+            raise ValueError("a paged cache needs page_table and lengths: pass both in the call")
+        places = positions_of(inputs, positions, segment_ids, cached, page_table, lengths)
+        query, latent = query_and_latent(self, apply, inputs, places)
+        kernel = _Kernel(sizes["kv_b_proj"], self.kernel_init, self.param_dtype, name="kv_b_proj")()
+
+        if in_pages:
+            shape = checks.integer("pages", self.pages, 1), checked_page(checks.integer("page", self.page, 1))
+            pages = self.variable("cache", "latent_pages", jnp.zeros, (*shape, self.latent_dim), latent.dtype)
+        elif self.decode:
+            cache = self.variable("cache", "cached_latent", jnp.zeros, latent.shape, latent.dtype)
+        if attends_in_pages:
+            assert page_table is not None and lengths is not None
+            x, pages.value = attend_in_latent_pages(self, query, latent, kernel, pages.value, page_table, lengths)
+        elif cached is not None:
+            cache.value, index.value = append_latent(cache.value, cached, latent)
+            x = attend_to_cache(self, query, cache.value, kernel, cached)
+        else:
+            x = attend_expanded(self, query, latent, kernel, segment_ids)
+        return apply("o_proj", x)
+
+
+class _Kernel(nn.Module):
+    """The kernel of a dense layer, in the parameter tree of `nn.Dense`."""
+
+    shape: tuple[int, ...]
+    kernel_init: Callable[..., jax.Array]
+    param_dtype: Dtype
+
+    @nn.compact
+    def __call__(self) -> jax.Array:
+        kernel: jax.Array = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
+        return kernel
 
 
 class BlockSparseDense(nn.Module):

@@ -9,6 +9,7 @@ key gives zeros, where Flax gives the mean of the values. Dropout masks come fro
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -36,13 +37,24 @@ from jax_flash._flax import (
     key_and_value_inputs,
     refuse,
 )
+from jax_flash._latent import (
+    LatentAttributes,
+    append_latent,
+    attend_expanded,
+    attend_in_latent_pages,
+    attend_to_cache,
+    has_bias,
+    layers,
+    positions_of,
+    query_and_latent,
+)
 from jax_flash.block_sparse import BlockMask
-from jax_flash.call import Call, Implementation, explains_names
+from jax_flash.call import Call, Implementation, check_names, explains_names
 from jax_flash.paged import checked_page
 from jax_flash.sequence import Layout
 from jax_flash.windows import Window
 
-__all__ = ["BlockSparseDense", "MultiHeadAttention", "dot_product_attention"]
+__all__ = ["BlockSparseDense", "MultiHeadAttention", "MultiHeadLatentAttention", "dot_product_attention"]
 
 
 @explains_names
@@ -376,6 +388,149 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
             cached=cached,
         )
         return self.out(x, out_sharding=out_sharding)
+
+
+class MultiHeadLatentAttention(nnx.Module, LatentAttributes):
+    """Multi-head latent attention (MLA, arXiv 2405.04434) with fused kernels, as in DeepSeek-V3 and Kimi K2.
+
+    The cache has one latent of kv_lora_rank + qk_rope_head_dim entries for each token, which all heads share. Without a
+    cache, the module expands the latents to a key and a value for each head. With a cache, it absorbs the weights of
+    the expansion into queries and outputs, and attends to the latents. For long prompts, it expands the cache if that
+    needs fewer operations. All give the same result up to rounding.
+
+    The parameters have the names of DeepSeek-V3. A dense layer has a `kernel`, the transpose of the checkpoint's
+    `weight`, and an RMSNorm has a `scale`, equal to its `weight`:
+
+    * `q_a_proj` [features, q_lora_rank], `q_a_layernorm`, `q_b_proj` [q_lora_rank, N · (nope + rope)]; or with
+      q_lora_rank=None, `q_proj` [features, N · (nope + rope)];
+    * `kv_a_proj_with_mqa` [features, kv_lora_rank + rope] and `kv_a_layernorm`;
+    * `kv_b_proj` [kv_lora_rank, N · (nope + v)] and `o_proj` [N · v, features].
+
+    N is num_heads, and nope, rope and v are qk_nope_head_dim, qk_rope_head_dim and v_head_dim.
+
+    To decode, call `init_cache((..., max_length, features))` once. Then call the module with `decode=True` and any
+    number T of new tokens. Their latents enter the cache. For a paged cache, call `init_pages(count, page)` once, then
+    call the module with `page_table` and `lengths`.
+
+    Args:
+      num_heads: number of heads.
+      in_features: number of input and output features.
+      q_lora_rank: dim of the compressed queries. None means that queries are not compressed.
+      kv_lora_rank: dim of the compressed keys and values. With a cache it must be a multiple of 8.
+      qk_nope_head_dim: dim of the part of a head's queries and keys without rotary embeddings.
+      qk_rope_head_dim: dim of the part with rotary embeddings, an even number. All heads share this part of the keys.
+        With a cache, kv_lora_rank + qk_rope_head_dim must be a multiple of 8, and at most 576.
+      v_head_dim: head dim of the values.
+      rope_theta: base of the rotary frequencies. Entries 2i and 2i + 1 are a pair.
+      rope_frequencies: tuple of qk_rope_head_dim / 2 angles per position. They replace rope_theta, for example with
+        those of YaRN.
+      scale: factor of the scores. Default: 1/√(nope + rope). YaRN multiplies it by mscale².
+      is_causal: whether a token attends only to itself and to earlier tokens. With a cache, attention is always causal.
+      use_bias: whether `q_a_proj`, `kv_a_proj_with_mqa` and `o_proj` have a bias.
+      norm_epsilon: epsilon of both RMSNorms.
+      dtype: dtype of the computation. Default: the common dtype of inputs and parameters.
+      param_dtype: dtype of the parameters.
+      precision: precision of float32 products.
+      kernel_init: initializer of the kernels.
+      implementation: as in `jax_flash.dot_product_attention`.
+      reproducible_gradients: whether gradients have the same bits in every run. `jax_flash.dot_product_attention` calls
+        this option `deterministic`.
+      decode: whether calls use the cache by default.
+      rngs: random number generators; `params` initializes the parameters.
+
+    Raises:
+      ValueError: if a dim is out of range, a shape does not fit the cache, or an option does not go with a cache.
+      TypeError: if an option has a wrong type or an unknown name.
+    """
+
+    kv_b_proj: nnx.Linear
+    o_proj: nnx.Linear
+
+    def __init__(self, num_heads: int, in_features: int, *, decode: bool = False, rngs: nnx.Rngs, **attributes: Any):
+        check_names(attributes, [field.name for field in dataclasses.fields(LatentAttributes)])
+        LatentAttributes.__init__(self, **attributes)
+        self.num_heads, self.in_features, self.decode = num_heads, in_features, decode
+        for name, sizes in layers(self, num_heads, in_features).items():
+            if len(sizes) == 1:
+                layer: nnx.Module = nnx.RMSNorm(
+                    *sizes, epsilon=self.norm_epsilon, dtype=self.dtype, param_dtype=self.param_dtype, rngs=rngs
+                )
+            else:
+                layer = nnx.Linear(
+                    *sizes,
+                    use_bias=has_bias(self, name),
+                    dtype=self.dtype,
+                    param_dtype=self.param_dtype,
+                    precision=self.precision,
+                    kernel_init=self.kernel_init,
+                    rngs=rngs,
+                )
+            setattr(self, name, layer)
+        self.cached_latent: nnx.Cache[jax.Array] | None = nnx.data(None)
+        self.cache_index: nnx.Cache[jax.Array] | None = nnx.data(None)
+        self.latent_pages: nnx.Cache[jax.Array] | None = nnx.data(None)
+
+    def init_cache(self, input_shape: tuple[int, ...], dtype: Dtype = jnp.float32) -> None:
+        """Allocate a contiguous cache for inputs of shape (..., max_length, features)."""
+        self.cached_latent = nnx.Cache(jnp.zeros((*input_shape[:-1], self.latent_dim), dtype))
+        self.cache_index = nnx.Cache(jnp.array(0, jnp.int32))
+
+    def init_pages(self, count: int, page: int = 64, dtype: Dtype = jnp.float32) -> None:
+        """Allocate a paged cache for decoding.
+
+        Args:
+          count: number of pages.
+          page: tokens per page, a multiple of 8 from 8 to 1024.
+          dtype: dtype of the cached latents.
+        """
+        of_pages = checks.integer("count", count, 1), checked_page(checks.integer("page", page, 1))
+        self.latent_pages = nnx.Cache(jnp.zeros((*of_pages, self.latent_dim), dtype))
+
+    @explains_names
+    def __call__(
+        self,
+        inputs: jax.Array,
+        *,
+        positions: ArrayLike | None = None,
+        segment_ids: ArrayLike | None = None,
+        decode: bool | None = None,
+        page_table: ArrayLike | None = None,
+        lengths: ArrayLike | None = None,
+    ) -> jax.Array:
+        """Return the outputs [..., T, features] of inputs [..., T, features].
+
+        Args:
+          inputs: array [..., T, features].
+          positions: integer array [..., T] for the rotary embeddings. Default: 0, 1, … Not with a cache.
+          segment_ids: integer array [..., T]. A token attends only to tokens with its id (packed sequences). Not with a
+            cache.
+          page_table, lengths: as in `jax_flash.nnx.MultiHeadAttention`, for a paged cache.
+          decode: whether to use the contiguous cache. Default: the constructor's value.
+        """
+        if inputs.shape[-1] != self.in_features:
+            raise ValueError(f"inputs must have in_features={self.in_features} features, got shape {inputs.shape}")
+        in_pages, cached = page_table is not None or lengths is not None, None
+        if in_pages and self.latent_pages is None:
+            raise ValueError("page_table and lengths need a paged cache: call `init_pages` first")
+        if not in_pages and (self.decode if decode is None else decode):
+            if self.cached_latent is None or self.cache_index is None:
+                raise ValueError("decode=True needs a cache: call `init_cache` first")
+            cached = self.cache_index[...]
+        places = positions_of(inputs, positions, segment_ids, cached, page_table, lengths)
+        query, latent = query_and_latent(self, lambda name, x: getattr(self, name)(x), inputs, places)
+        kernel = self.kv_b_proj.kernel[...]
+        if in_pages:
+            assert self.latent_pages is not None and page_table is not None and lengths is not None
+            x, self.latent_pages[...] = attend_in_latent_pages(
+                self, query, latent, kernel, self.latent_pages[...], page_table, lengths
+            )
+        elif cached is not None:
+            assert self.cached_latent is not None and self.cache_index is not None
+            self.cached_latent[...], self.cache_index[...] = append_latent(self.cached_latent[...], cached, latent)
+            x = attend_to_cache(self, query, self.cached_latent[...], kernel, cached)
+        else:
+            x = attend_expanded(self, query, latent, kernel, segment_ids)
+        return self.o_proj(x)
 
 
 class BlockSparseDense(nnx.Module):

@@ -1,4 +1,4 @@
-"""Configuration of the suite: eight virtual CPU devices, a GPU if there is one, and skips of what cannot run here.
+"""Configuration of the suite: eight virtual CPU devices, a GPU if there is one, and without one no GPU tests.
 
 With JAX_FLASH_EMULATE=sm_80 or sm_90 the CPU runs the CUDA kernels (tools/emulator/README.md).
 """
@@ -59,19 +59,32 @@ if importlib.util.find_spec("hypothesis"):  # modules with a missing package are
 pytest.register_assert_rewrite("accuracy", "block_masks")
 
 
-def pytest_collection_modifyitems(items):
+_NEED_GPU = pytest.StashKey[int]()
+
+
+def pytest_collection_modifyitems(config, items):
+    """Without a GPU, leave out the tests that need one."""
     if not _GPU:
-        skip = pytest.mark.skip(reason="no NVIDIA GPU here")
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(skip)
+        left_out = [item for item in items if item.get_closest_marker("gpu")]
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=left_out)
+        config.stash[_NEED_GPU] = len(left_out)
+        if hasattr(config, "workeroutput"):  # of pytest-xdist, which sends it to the process that prints
+            config.workeroutput["need_gpu"] = len(left_out)
 
 
-def pytest_terminal_summary(terminalreporter):
-    """Print one line for each reason to skip: thousands of tests need a GPU."""
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    node.config.stash[_NEED_GPU] = getattr(node, "workeroutput", {}).get("need_gpu", 0)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Print one line for each reason to skip, and one for the tests that need a GPU."""
     reasons = collections.Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))
     for reason, count in reasons.most_common():
         terminalreporter.write_line(f"SKIPPED [{count}] {reason.removeprefix('Skipped: ')}")
+    if count := config.stash.get(_NEED_GPU, 0):
+        terminalreporter.write_line(f"DESELECTED [{count}] no NVIDIA GPU here")
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])

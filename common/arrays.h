@@ -21,10 +21,10 @@ namespace jax_flash {
 #define JAX_FLASH_OPERANDS(OPERAND)                                                                               \
   OPERAND(void, query, p.dtype, "BTND", true)                                                                     \
   OPERAND(void, key, p.dtype, "BSKD", p.page == 0)                                                                \
-  OPERAND(void, value, p.dtype, "BSKE", p.page == 0)                                                              \
+  OPERAND(void, value, p.dtype, "BSKE", p.page == 0 && !p.latent)                                                 \
   OPERAND(void, scale, p.accumulation_dtype(), "", true)                                                          \
   OPERAND(void, key_pages, p.dtype, "GAKD", p.page > 0)                                                           \
-  OPERAND(void, value_pages, p.dtype, "GAKE", p.page > 0)                                                         \
+  OPERAND(void, value_pages, p.dtype, "GAKE", p.page > 0 && !p.latent)                                            \
   OPERAND(int32_t, page_table, DType::kNone, "BM", p.page > 0)                                                    \
   OPERAND(void, bias, p.score.bias_dtype, "BNTS", p.score.bias)                                                   \
   OPERAND(uint8_t, mask, DType::kNone, "BNTS", p.mask.array)                                                      \

@@ -141,6 +141,12 @@ std::string Check(Problem* problem) {
   if (p.page > 0 && (p.captured_gradients() JAX_FLASH_GRADIENTS(REQUESTED))) return "pages have no gradients";
 #undef REQUESTED
   if (p.page > 0 && p.tangent()) return "pages have no tangents";
+  if (p.latent && p.v_dim > p.qk_dim) return "a latent is shorter than its value";
+#define REQUESTED(operand, name, ...) || p.name
+  if (p.latent && (p.captured_gradients() || p.tangent() JAX_FLASH_GRADIENTS(REQUESTED))) {
+    return "latent is only for the forward";
+  }
+#undef REQUESTED
 #define CHECK(operand, name, ...) \
   if (p.name && !HasOperand(p, #operand)) return #name " without " #operand;
   JAX_FLASH_GRADIENTS(CHECK)

@@ -16,8 +16,8 @@
 
 namespace jax_flash {
 
-constexpr int kProblemVersion = 9;  // of the text; increases when older readers would misread it
-constexpr int kPageStep = 8;        // the size of a page is a multiple of this many keys
+constexpr int kProblemVersion = 10;  // of the text; increases when older readers would misread it
+constexpr int kPageStep = 8;         // the size of a page is a multiple of this many keys
 // A larger value would be NaN as a bfloat16; Hopper compares two entries at a time in this type.
 constexpr int kMaxDropThreshold = 0x7F80;
 
@@ -80,6 +80,7 @@ struct WindowSize {
   FIELD(bool, origin, false)                 /* an offset of rows and keys in dropout and programs */                 \
   FIELD(int64_t, page, 0)                    /* keys of a page, a multiple of kPageStep; 0: no pages */               \
   FIELD(int64_t, pages, 0)                   /* number of pages */                                                    \
+  FIELD(bool, latent, false)                 /* forward only: the value is the start of the key, and no operand */    \
   FIELD(std::vector<Captured>, captured, {}) /* arrays that programs load from */                                     \
   FIELD(int64_t, drop_threshold, 0)          /* entries with 15 random bits below it are dropped; 0: no dropout */    \
   FIELD(bool, full_precision, false)         /* f32 only: no TF32 */                                                  \

@@ -38,7 +38,7 @@ struct Scratch {
     }
     k = carver.NewTile<A>(kTileColumns, p.qk_dim);
     k_transposed = carver.NewTile<A>(p.qk_dim, kTileColumns);
-    v = carver.NewTile<A>(kTileColumns, p.v_dim);
+    v = p.latent ? k : carver.NewTile<A>(kTileColumns, p.v_dim);
     s = carver.NewTile<A>(kTileRows, kTileColumns);
     dropout_mask = DropoutMask<A>(p, &carver);
     programs = Programs<A>(p, &carver);
@@ -104,11 +104,11 @@ void OnlineSoftmax(Tile<A> s, const Block& block, int64_t v_dim, QueryTile<A>& q
 // Writes l and m, which exclude the sink. Writes O <- keep_scale O / l, where l includes the sink and keep_scale is the
 // factor of dropout.
 template <typename A>
-void Finish(const Problem& p, const Operands& in, const ForwardResults& out, int64_t b, A keep_scale,
+void Finish(const Problem& p, const Operands& in, const ForwardResults& out, int64_t b, A keep_scale, int64_t merged,
             const QueryTile<A>& query) {
-  const auto [n, i0, rows] = query.at;
-  const int64_t statistics = (b * p.q_heads + n) * p.q_len + i0;
-  for (int64_t r = 0; r < rows; ++r) {
+  for (int64_t r = 0; r < query.at.rows; ++r) {
+    const int64_t row = query.at.i0 + r, n = query.at.n + row % merged;
+    const int64_t statistics = (b * p.q_heads + n) * p.q_len + row / merged;
     A l = 0, m = query.m[r];
     for (int lane = 0; lane < kLanes<A>; ++lane) l += query.l.row(r)[lane];
     // The maximum may have lost a NaN; the sum has not. A score of +inf makes l NaN, too, but then m is correct.
@@ -117,28 +117,31 @@ void Finish(const Problem& p, const Operands& in, const ForwardResults& out, int
     const A factor = keep_scale * sums.alpha / sums.l;
     A* o = query.o.row(r);
     for (int64_t c = 0; c < p.v_dim; ++c) o[c] = l == 0 ? 0 : o[c] * factor;
-    static_cast<A*>(out.l)[statistics + r] = l;
-    static_cast<A*>(out.m)[statistics + r] = m;
+    static_cast<A*>(out.l)[statistics] = l;
+    static_cast<A*>(out.m)[statistics] = m;
   }
-  StoreRows(query.o, rows, p.v_dim, HeadRows(out.o, p.output_dtype(), b, i0, p.q_len, n, p.q_heads, p.v_dim));
+  ForEachPart(p, query.at, merged, out.o, p.output_dtype(), b, p.v_dim,
+              [&](int64_t r, int64_t count, Rows rows) { StoreRows(FromRow(query.o, r), count, p.v_dim, rows); });
 }
 
 template <typename A>
 void Forward(const Problem& p, const Operands& in, const ForwardResults& out, Workers& workers) {
   if (p.kv_heads == 0) return;  // no heads at all, and Units would divide by 0
-  const Units units(p, workers.threads());
+  const int64_t merged = MergedHeads(p);
+  const Units units(p, workers.threads(), merged);
   const auto attend = [&](int64_t index, char* memory) {
     const auto unit = units[index];
     const int64_t b = unit.b;
     Scratch<A> scratch(p, memory, units.unit_tiles, units.tile_rows);
-    const Scores<A> scores(p, in, b, &scratch.programs);
+    const Scores<A> scores(p, in, b, &scratch.programs, merged);
 
     for (int64_t t = 0; t < unit.count; ++t) {
       QueryTile<A>& query = scratch.queries[t];
       query.at = units.TileOf(unit, t);
-      const auto [n, i0, rows] = query.at;
-      LoadRows(HeadRows(in.query, p.dtype, b, i0, p.q_len, n, p.q_heads, p.qk_dim), rows, p.qk_dim,
-               *static_cast<const A*>(in.scale), query.q);
+      const int64_t rows = query.at.rows;
+      ForEachPart(p, query.at, merged, in.query, p.dtype, b, p.qk_dim, [&](int64_t r, int64_t count, Rows from) {
+        LoadRows(from, count, p.qk_dim, *static_cast<const A*>(in.scale), FromRow(query.q, r));
+      });
       Zero(query.o, rows, query.o.stride);
       Zero(query.l, rows, kLanes<A>);
       for (int64_t r = 0; r < RoundUp(rows, kLanes<A>); ++r) query.m[r] = -kInfinity<A>;
@@ -147,6 +150,7 @@ void Forward(const Problem& p, const Operands& in, const ForwardResults& out, Wo
     const auto load = [&](int64_t j0, int64_t columns) {
       LoadKeys(p, in, p.page > 0 ? in.key_pages : in.key, b, unit.head, p.qk_dim, j0, columns, scratch.k);
       TransposeRows(scratch.k, columns, p.qk_dim, scratch.k_transposed);
+      if (p.latent) return;  // V is the start of K
       LoadKeys(p, in, p.page > 0 ? in.value_pages : in.value, b, unit.head, p.v_dim, j0, columns, scratch.v);
     };
     WalkKeys(p, scores, scratch.queries, unit.count, load, [&](QueryTile<A>& query, const Block& block) {
@@ -166,7 +170,8 @@ void Forward(const Problem& p, const Operands& in, const ForwardResults& out, Wo
       Multiply(AsIs(FromColumn(scratch.s, block.c0)), FromRow(scratch.v, block.c0), query.o, query.at.rows, p.v_dim,
                width, Into::kSum);
     });
-    for (int64_t t = 0; t < unit.count; ++t) Finish(p, in, out, b, scratch.dropout_mask.scale, scratch.queries[t]);
+    for (int64_t t = 0; t < unit.count; ++t)
+      Finish(p, in, out, b, scratch.dropout_mask.scale, merged, scratch.queries[t]);
   };
   workers.For(units.count(), Scratch<A>(p, nullptr, units.unit_tiles, units.tile_rows).bytes, attend);
 }

@@ -47,12 +47,12 @@ struct Trace {
   }
 };
 
-// The scores of one batch entry.
+// The scores of one batch entry. With merged heads, row i is query i / merged (units.h).
 template <typename A>
 class Scores {
  public:
-  Scores(const Problem& problem, const Operands& operands, int64_t b, Programs<A>* programs)
-      : p_(problem), in_(operands), b_(b), programs_(*programs) {
+  Scores(const Problem& problem, const Operands& operands, int64_t b, Programs<A>* programs, int64_t merged = 1)
+      : p_(problem), in_(operands), b_(b), programs_(*programs), merged_(merged) {
     positions_ = {p_.mask.query_seq_lengths ? ClampLength(in_.query_seq_lengths[b], p_.q_len) : p_.q_len,
                   p_.mask.key_value_seq_lengths ? ClampLength(in_.key_value_seq_lengths[b], p_.kv_len) : p_.kv_len,
                   p_.mask.query_offset ? in_.query_offset[b] : 0,
@@ -68,7 +68,7 @@ class Scores {
   int64_t WithinLength(int64_t j0, int64_t columns) const { return Min(columns, positions_.kv_length - j0); }
 
   // The keys that rows i0 <= i < i1 may attend to, by positions only.
-  KeyRange Keys(int64_t i0, int64_t i1) const { return AnyRowKeys(positions_, i0, i1); }
+  KeyRange Keys(int64_t i0, int64_t i1) const { return AnyRowKeys(positions_, i0 / merged_, (i1 - 1) / merged_ + 1); }
 
   // The part that must be computed of rows i0 <= i < i0 + rows and columns j0 <= j < j0 + columns, for head n. Also
   // prepares the programs for it.
@@ -292,10 +292,10 @@ class Scores {
   // Sets entries outside each row's range to -inf, up to a whole vector.
   void ApplyPositions(Tile<A> s, const Block& block) const {
     const int64_t end = RoundUp(block.c1, kLanes<A>);
-    const KeyRange every = EveryRowKeys(positions_, block.i0, block.i0 + block.rows);
+    const KeyRange every = EveryRowKeys(positions_, block.i0 / merged_, (block.i0 + block.rows - 1) / merged_ + 1);
     if (every.lo <= block.j0 + block.c0 && every.hi >= block.j0 + end) return;
     for (int64_t r = 0; r < block.rows; ++r) {
-      const KeyRange keys = RowKeys(positions_, block.i0 + r);
+      const KeyRange keys = RowKeys(positions_, (block.i0 + r) / merged_);
       A* row = s.row(r);
       for (int64_t c = block.c0; c < Min(keys.lo - block.j0, end); ++c) row[c] = -kInfinity<A>;
       for (int64_t c = Max(keys.hi - block.j0, block.c0); c < end; ++c) row[c] = -kInfinity<A>;
@@ -306,6 +306,7 @@ class Scores {
   const Operands& in_;
   int64_t b_;
   Programs<A>& programs_;
+  int64_t merged_;
   Positions positions_;
 };
 

@@ -12,27 +12,61 @@ namespace jax_flash::JAX_FLASH_ISA {
 constexpr int64_t kUnitRows = 288;
 constexpr int64_t kUnitTiles = 8;  // the maximum number of tiles of a unit
 
-// Rows i0 <= i < i0 + rows of query head n.
+// Rows i0 <= i < i0 + rows of query head n. With merged heads, n is the first of them, and row i is query i / merged of
+// head n + i % merged.
 struct RowTile {
   int64_t n, i0, rows;
 };
 
+// The number of heads whose rows share tiles: all heads of a group if each has few rows, as in decoding, and if their
+// scores depend on a head by its query only. Otherwise 1.
+inline int64_t MergedHeads(const Problem& p) {
+  const bool alike = !p.score.bias.present && !p.mask.array.present && !p.mask.block_mask.present &&
+                     !p.mask.segment_ids && !p.mask.ranges && !p.dropout() && !p.programs();
+  return alike && p.kv_heads > 0 && 2 * p.q_len <= kTileRows ? p.group() : 1;
+}
+
+// Calls use(r, count, rows) for parts of a tile whose rows have a constant distance in an array [B, T, N, dim]. Its
+// rows from r on are `rows`.
+template <typename Use>
+void ForEachPart(const Problem& p, const RowTile& at, int64_t merged, const void* array, DType dtype, int64_t b,
+                 int64_t dim, Use use) {
+  const auto from = [&](int64_t n, int64_t i) { return HeadRows(array, dtype, b, i, p.q_len, n, p.q_heads, dim); };
+  if (merged == 1) return use(0, at.rows, from(at.n, at.i0));
+  for (int64_t r = 0; r < at.rows;) {
+    const int64_t row = at.i0 + r, head = row % merged, count = Min(merged - head, at.rows - r);
+    Rows rows = from(at.n + head, row / merged);
+    rows.stride = dim;
+    use(r, count, rows);
+    r += count;
+  }
+}
+
 // The q tiles of all heads that share K and V, divided into units. Tiles with the same rows are adjacent.
 struct Units {
   const Problem& p;
+  const int64_t heads;  // the number of heads of a group that have tiles of their own
   const Tiling row_tiles;
   const int64_t tiles, tile_rows, unit_tiles, units;
 
-  Units(const Problem& p, int64_t threads)
+  Units(const Problem& p, int64_t threads, int64_t merged = 1)
       : p(p),
-        row_tiles(RowTiles(p)),
-        tiles(row_tiles.count() * p.group()),
-        tile_rows(Min(kTileRows, p.q_len)),
+        heads(p.group() / merged),
+        row_tiles(merged == 1 ? RowTiles(p) : MergedRowTiles(p, merged, threads)),
+        tiles(row_tiles.count() * heads),
+        tile_rows(Min(row_tiles.tile, row_tiles.size)),
         // Fewer tiles for each unit if there would not be enough units for all threads.
         unit_tiles(tile_rows == 0 ? 1
                                   : Max(1, Min(Min(kUnitRows / tile_rows, kUnitTiles),
                                                p.batch * p.kv_heads * tiles / (4 * threads)))),
         units(RoundUp(tiles, unit_tiles) / unit_tiles) {}
+
+  // Smaller tiles if there would not be one for each thread.
+  static Tiling MergedRowTiles(const Problem& p, int64_t merged, int64_t threads) {
+    const int64_t rows = p.q_len * merged, all = p.batch * p.kv_heads * rows;
+    const int64_t tile = Min(kTileRows, RoundUp(Max(all / threads, 1), kBlockRows));
+    return {rows, RoundUp(Max(rows, 1), tile), tile};
+  }
 
   int64_t count() const { return p.batch * p.kv_heads * units; }
 
@@ -47,9 +81,9 @@ struct Units {
   }
 
   RowTile TileOf(const Unit& unit, int64_t t) const {
-    const int64_t group = p.group(), tile = unit.first + t;
-    const Tiling::Range rows = row_tiles[tile / group];
-    return {unit.head * group + tile % group, rows.begin, rows.size};
+    const int64_t tile = unit.first + t;
+    const Tiling::Range rows = row_tiles[tile / heads];
+    return {unit.head * p.group() + tile % heads, rows.begin, rows.size};
   }
 };
 

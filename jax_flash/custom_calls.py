@@ -17,6 +17,7 @@ Operands, results and formulas: docs/contract.md.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable
@@ -426,12 +427,20 @@ def _falls_back(call: Call, platform: str) -> bool:
 def _lower_cpu(ctx, *arrays, call: Call, jaxpr: ClosedJaxpr):
     if _falls_back(call, "cpu"):
         return _lower_elsewhere(ctx, *arrays, call=call, jaxpr=jaxpr)
-    return mlir.lower_fun(functools.partial(_ffi_call, call=call))(ctx, *arrays)
+
+    def compute(*arrays: jax.Array) -> Results:
+        named = dict(zip(call.arrays, arrays, strict=True))
+        if call.problem.latent and call.target == "jax_flash_forward":
+            named = {name: x for name, x in named.items() if name not in ("value", "value_pages")}
+        return _ffi_call(*named.values(), call=call._replace(arrays=tuple(named)))
+
+    return mlir.lower_fun(compute)(ctx, *arrays)
 
 
 def _lower_cuda(ctx, *arrays, call: Call, jaxpr: ClosedJaxpr):
     if _falls_back(call, "cuda"):
         return _lower_elsewhere(ctx, *arrays, call=call, jaxpr=jaxpr)
+    call = call._replace(problem=dataclasses.replace(call.problem, latent=False))
     exported = ctx.module_context.lowering_parameters.for_export
     problem, backward = _text(call.problem, call.moving), call.target == "jax_flash_backward"
     if not exported:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jax_flash import attention, checks, paged
+from jax_flash import arguments, attention, checks, paged
 from jax_flash.call import Call, Implementation, explains_names
 
 STEP, LARGEST = 8, 576  # a head dim is a multiple of STEP, and at most LARGEST
@@ -74,7 +75,9 @@ def mla_attention(
             "query and latent must have shapes [B, T, N, D] and [B, S, D], or [T, N, D] and [S, D], not "
             f"{query.shape} and {np.shape(latent)}"
         )
-    return attention.of_call(query, key, value, None, None, call)[0]
+    problem, operands = arguments.problem_and_operands(query, key, value, None, None, call)
+    o, *_ = attention.attend(dataclasses.replace(problem, latent=True), None, operands, implementation)
+    return o[0] if query.ndim == 3 else o
 
 
 @explains_names
@@ -119,7 +122,7 @@ def paged_mla_attention(
             f"{query.shape} and {np.shape(latent_pages)}"
         )
     problem, operands = paged.problem_and_operands(query, keys, values, page_table, lengths, call)
-    return attention.attend(problem, None, operands, implementation)[0]
+    return attention.attend(dataclasses.replace(problem, latent=True), None, operands, implementation)[0]
 
 
 def append_to_latent_pages(

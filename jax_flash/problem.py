@@ -50,6 +50,7 @@ class Problem(Description):
 
     page: int = 0  # number of keys in a page; 0: keys are not in pages
     pages: int = 0  # number of pages
+    latent: bool = False  # forward only: the value is the start of the key, and kernels may read it there
 
     captured: tuple[Captured, ...] = ()  # the arrays that programs read
     drop_threshold: int = 0  # below 2^15: an entry is kept if its 15 random bits are at least the threshold
@@ -165,7 +166,7 @@ class Problem(Description):
         if score_mod is not None and not score_mod.refusal:
             score_grad = score_mod.gradient(captured, self.accumulation_dtype, self.sizes)
         score = dataclasses.replace(self.score, score_grad=score_grad)
-        return dataclasses.replace(self, captured=captured, score=score, **flags, **changes)
+        return dataclasses.replace(self, latent=False, captured=captured, score=score, **flags, **changes)
 
     def along(self, moving: Sequence[str]) -> Problem:
         """Return the problem of the tangent along the tangents of these operands.
@@ -187,7 +188,7 @@ class Problem(Description):
         score = dataclasses.replace(self.score, score_tangent=score_tangent)
         flags: dict[str, Any] = {TANGENTS[name]: True for name in moving if name not in CAPTURED}
         assert flags or score_tangent  # otherwise the problem is a forward's
-        return dataclasses.replace(self, captured=captured, score=score, **flags)
+        return dataclasses.replace(self, latent=False, captured=captured, score=score, **flags)
 
     @property
     def differentiable(self) -> set[str]:
@@ -249,7 +250,7 @@ class Problem(Description):
         score = dataclasses.replace(self.score, score_mod=score_mod, score_grad=None, score_tangent=None)
         problem = dataclasses.replace(self, mask=mask, score=score)
         if backward and not self.gradients:
-            problem = dataclasses.replace(problem, dq=True, dk=True, dv=True)
+            problem = dataclasses.replace(problem, latent=False, dq=True, dk=True, dv=True)
         captured = 0
         for x in self.captured:
             itemsize = jnp.dtype(x.dtype).itemsize
@@ -320,7 +321,7 @@ class Problem(Description):
         return self.accumulation_dtype
 
     def encode(self) -> str:
-        """Return the text attribute of the custom calls: "version=9 batch=2 ... mask.is_causal=1 ..."."""
+        """Return the text attribute of the custom calls: "version=10 batch=2 ... mask.is_causal=1 ..."."""
         texts = (("version", str(_native.PROBLEM_VERSION)), *self.texts())
         return " ".join(f"{name}={text}" for name, text in texts)
 

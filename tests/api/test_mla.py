@@ -141,6 +141,19 @@ def test_forward_mode():
         np.testing.assert_allclose(got, want, atol=1e-4)
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_the_latent_is_read_once(paged):
+    """The CPU kernels have no operand for the value, and no program copies it."""
+    pools, table, query = jnp.zeros((8, 16, 40)), jnp.zeros((2, 4), int), inputs()[0]
+    if paged:
+        call = functools.partial(jax_flash.paged_mla_attention, value_dim=24, scale=0.3)
+        program = jax.jit(call).lower(query, pools, table, jnp.full(2, 40))
+    else:
+        program = jax.jit(attend).lower(*inputs())
+    text = program.compile().as_text()
+    assert "jax_flash_forward" in text and "slice(" not in text
+
+
 @pytest.mark.usefixtures("device")
 def test_traced_scale():
     query, latent = inputs()

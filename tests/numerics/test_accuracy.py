@@ -62,10 +62,12 @@ def test_long(dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("T", [1, 3, 16])
 def test_few_queries(T, dtype):
-    """Decoding. GPUs split the keys, and some rows see no key of a split."""
+    """Decoding. GPUs split the keys, and some rows see no key of a split. CPUs merge the heads of a group."""
     check(Case(T=T, S=1100, N=8, K=2, D=128, E=128, causal=True, offset=True, lengths=True), dtype)
     check(Case(T=T, S=1037, N=4, K=4, D=64, E=64, sinks=2.0, window=(300, 0), bias="1n1s", dropout=0.2), dtype)
     check(Case(T=T, S=1100, N=4, K=1, D=80, E=40, segments=True, mask="bnts", soft_cap=2.0), dtype)
+    masks = {"window": (300, 0), "causal": True, "offset": True, "lengths": True}
+    check(Case(T=T, S=600, N=22, K=2, D=40, E=24, sinks=2.0, soft_cap=2.0, **masks), dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

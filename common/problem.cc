@@ -156,13 +156,9 @@ std::string Check(Problem* problem) {
                      p.mask.ranges || p.dropout())) {
     return "pages are not supported with a bias, mask arrays, segment_ids, ranges or dropout";
   }
-  if (p.mask.ranges &&
-      (p.mask.is_causal || p.mask.local_window_size.present() || p.mask.query_seq_lengths || p.mask.segment_ids))
-    return "ranges are not supported with is_causal, local_window_size, query_seq_lengths or segment_ids, which they "
-           "contain";
+  if (p.mask.ranges && (p.mask.is_causal || p.mask.local_window_size.present() || p.mask.query_seq_lengths))
+    return "ranges are not supported with is_causal, local_window_size or query_seq_lengths, which they contain";
   if (p.mask.ranges && !p.mask.key_value_seq_lengths) return "ranges without key_value_seq_lengths";
-  if (p.mask.ranges && (p.mask.array.present || p.mask.block_mask.present))
-    return "ranges are not supported with mask arrays";
   for (const int64_t size : {p.mask.q_block, p.mask.kv_block}) {
     if (p.mask.block_mask.present ? size <= 0 || size % 16 != 0 : size != 0)
       return "a block size is not a multiple of 16";

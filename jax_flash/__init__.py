@@ -38,11 +38,11 @@ from jax_flash.custom_calls import export_checks
 from jax_flash.derivatives import RESIDUAL_NAMES
 from jax_flash.jax_nn import JaxNNPatch, patch_jax_nn
 from jax_flash.kernel_sums import kernel_sum
+from jax_flash.layouts import Layout, balance, unzigzag, zigzag
 from jax_flash.mla import append_to_latent_pages, mla_attention, paged_mla_attention
 from jax_flash.paged import append_to_pages, paged_attention
 from jax_flash.plan import Explanation, Kernel, explain
 from jax_flash.problem import Problem
-from jax_flash.sequence import unzigzag, zigzag
 from jax_flash.sparse_matrix import block_sparse_matmul, blocks_to_matrix, matrix_to_blocks
 from jax_flash.varlen import varlen_attention
 
@@ -55,11 +55,13 @@ __all__ = [
     "Explanation",
     "JaxNNPatch",
     "Kernel",
+    "Layout",
     "Problem",
     "Statistics",
     "append_to_latent_pages",
     "append_to_pages",
     "attention_with_statistics",
+    "balance",
     "block_sparse_matmul",
     "blocks_to_matrix",
     "choose_implementation",

@@ -17,6 +17,7 @@ from jax_flash import checks, dropout, windows
 from jax_flash.block_sparse import BlockMask, MaskOfFunction
 from jax_flash.call import Call, Options, check_names
 from jax_flash.description import Extent
+from jax_flash.layouts import Layout, SequenceLayout
 from jax_flash.masks import Mask, WindowSize
 from jax_flash.operands import Operands
 from jax_flash.problem import CALL_CHECKS, Problem
@@ -67,6 +68,8 @@ def problem_and_operands(
     problem, operands = _with_masks_and_programs(problem, operands, call, page_table is None and division is None)
     if division is not None and (refusal := division.refusal(problem)):
         raise ValueError(f"sequence_axis={call.sequence_axis!r}: {refusal}")
+    if isinstance(call.sequence_layout, Layout):
+        operands = operands._replace(origin=jnp.asarray(call.sequence_layout.chunks, jnp.int32))
     return (problem, operands) if page_table is None else _in_pages(problem, operands, page_table)
 
 
@@ -196,12 +199,12 @@ def _with_masks_and_programs(
         _check_block_mask(block_mask, problem.batch, problem.q_heads, problem.q_len, problem.kv_len)
     if isinstance(block_mask, MaskOfFunction):
         mask_mod, block_mask = _both(problem, mask_mod, _mod_of_mask(operands, block_mask)), None
-    # Ranges are faster than a mask_mod, but the kernels do not combine them with these.
+    # Ranges are faster than a mask_mod, but were not measured together with these.
     others = (block_mask, operands.mask, operands.query_segment_ids)
     takes_ranges = window.is_traced and in_one_piece and all(x is None for x in others)
     if window.is_traced and not takes_ranges:
         mask_mod = _both(problem, mask_mod, windows.mask_mod(window.traced))
-    problem, operands = _with_programs(problem, operands, call.score_mod, mask_mod)
+    problem, operands = _with_programs(problem, operands, call.score_mod, mask_mod, call.sequence_layout)
     if takes_ranges:
         problem, operands = windows.as_ranges(problem, operands, window.traced)
     if block_mask is not None:
@@ -317,7 +320,9 @@ def _offsets(name: str, x: int | ArrayLike | None, batch: int) -> jax.Array | No
     return checks.saturated(checks.shaped(name, given, (batch,)))
 
 
-def _with_programs(problem: Problem, operands: Operands, score_mod: Any, mask_mod: Any) -> tuple[Problem, Operands]:
+def _with_programs(
+    problem: Problem, operands: Operands, score_mod: Any, mask_mod: Any, layout: SequenceLayout | None = None
+) -> tuple[Problem, Operands]:
     """Return the problem and the operands with the user's score_mod and mask_mod, and the arrays that they capture."""
     arrays: list[jax.Array] = []
     programs: dict[str, Any] = {}
@@ -335,6 +340,9 @@ def _with_programs(problem: Problem, operands: Operands, score_mod: Any, mask_mo
                 problem = dataclasses.replace(problem, mask=mask.simplified(problem.lengths))
                 continue
             if not traced.changes_nothing:
+                if isinstance(layout, Layout):
+                    function = _in_layout(problem, operands, function, layout)
+                    traced, captured = program.trace(name, function, dtype, problem.sizes, len(arrays))
                 programs[name] = traced
                 arrays += captured
     if not programs:
@@ -348,6 +356,26 @@ def _with_programs(problem: Problem, operands: Operands, score_mod: Any, mask_mo
     mask = problem.mask & Mask(mask_mod=programs.get("mask_mod"))
     score = dataclasses.replace(problem.score, score_mod=programs.get("score_mod"))
     return dataclasses.replace(problem, mask=mask, score=score, captured=shapes), operands
+
+
+def _in_layout(
+    problem: Problem, operands: Operands, mod: Callable[..., jax.Array], layout: Layout
+) -> Callable[..., jax.Array]:
+    """Return a function of indices in the order of a layout for a score_mod or mask_mod."""
+    chunks = jnp.asarray(layout.chunks, jnp.int32).reshape(-1)
+    size = max(problem.kv_len // len(chunks), 1)
+
+    def place(index: jax.Array) -> jax.Array:
+        return chunks[index // size] * size + index % size
+
+    def in_layout(*given: jax.Array) -> jax.Array:
+        *others, query, key = given
+        position = place(query)
+        if operands.query_offset is not None:
+            position += operands.query_offset[others[-2]]
+        return mod(*others, position, place(key))
+
+    return in_layout
 
 
 def _with_feature(

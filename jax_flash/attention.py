@@ -15,9 +15,10 @@ from jax.typing import ArrayLike
 from jax_flash import arguments, bits, blockwise, checks, custom_calls, partitioning, reference, sequence
 from jax_flash.block_sparse import BlockMask
 from jax_flash.call import Call, Implementation, Options, explains_names
+from jax_flash.layouts import SequenceLayout
 from jax_flash.operands import Operands
 from jax_flash.problem import Problem, checked_problem, result_types
-from jax_flash.sequence import Division, Layout
+from jax_flash.sequence import Division
 from jax_flash.varying import varying_alike
 from jax_flash.warn import warn
 from jax_flash.windows import Window
@@ -104,7 +105,7 @@ def dot_product_attention(
     score_mod: Callable[..., jax.Array] | None = None,
     mask_mod: Callable[..., jax.Array] | None = None,
     sequence_axis: str | tuple[str, ...] | None = None,
-    sequence_layout: Layout | None = None,
+    sequence_layout: SequenceLayout | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     broadcast_dropout: bool = False,
@@ -186,7 +187,8 @@ def dot_product_attention(
         key_value_seq_lengths, query_offset and block_mask describe the whole sequence. score_mod and mask_mod receive
         global query and key indices, and local batch and head indices. Outside of `shard_map`, sharded sequences are
         detected, so leave sequence_axis out.
-      sequence_layout: order of a sharded sequence: "contiguous", or "zigzag" (see `jax_flash.zigzag`).
+      sequence_layout: order of a sharded sequence: "contiguous", "zigzag" (see `jax_flash.zigzag`), or a
+        `jax_flash.Layout` of packed documents (see `jax_flash.balance`).
       deterministic: whether gradients have the same bits in every run on one GPU model with one version of NVRTC, and
         with any number of threads on a CPU. By default, a GPU sums the gradients of the query and of captured arrays in
         varying order, and on a CPU the last bits of gradients can depend on the number of threads. Outputs are always
@@ -199,8 +201,8 @@ def dot_product_attention(
     Raises:
       TypeError: if an argument has an unsupported dtype or type, or an unknown name.
       ValueError: if shapes do not match, a value is out of range, or a sharded sequence does not divide into equal
-        parts: one per device, or two with "zigzag". With dropout, each part must have a multiple of 16 queries and
-        keys. With a block mask, each part must consist of whole blocks.
+        parts: one per device, two with "zigzag", or the chunks of a layout. With dropout, each part must have a
+        multiple of 16 queries and keys. With a block mask, each part must consist of whole blocks.
       NotImplementedError: if the number of heads or a head dim is symbolic, or if the kernels of "flash" do not support
         an operation in `score_mod` or `mask_mod`. It is also raised when a program with "flash" is lowered with a
         symbolic batch size or length, or for a platform without kernels.
@@ -280,7 +282,7 @@ def attention_with_statistics(
     score_mod: Callable[..., jax.Array] | None = None,
     mask_mod: Callable[..., jax.Array] | None = None,
     sequence_axis: str | tuple[str, ...] | None = None,
-    sequence_layout: Layout | None = None,
+    sequence_layout: SequenceLayout | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     broadcast_dropout: bool = False,

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, Literal, TypedDict, TypeVar, cast, get_args
+from typing import Any, Literal, TypedDict, TypeVar, cast
 
 import jax
 from jax import lax
@@ -14,7 +14,8 @@ from jax.typing import ArrayLike
 
 from jax_flash import checks, windows
 from jax_flash.block_sparse import BlockMask
-from jax_flash.sequence import Division, Layout
+from jax_flash.layouts import Layout, SequenceLayout
+from jax_flash.sequence import Division
 from jax_flash.windows import Window
 
 Implementation = Literal["flash", "xla", "reference"]
@@ -45,7 +46,7 @@ class Call:
     score_mod: Callable[..., jax.Array] | None = None
     mask_mod: Callable[..., jax.Array] | None = None
     sequence_axis: str | tuple[str, ...] | None = None
-    sequence_layout: Layout | None = None
+    sequence_layout: SequenceLayout | None = None
     dropout_rate: float = 0.0
     dropout_key: jax.Array | None = None
     broadcast_dropout: bool = False
@@ -78,15 +79,24 @@ class Call:
             raise TypeError(f"{wanted}, not {checks.described(axis)}")
         if len(set(axes)) < len(axes):
             raise ValueError(f"sequence_axis={axis!r} names an axis twice")
-        if layout not in (None, *get_args(Layout)):
-            raise ValueError(f'sequence_layout must be "contiguous" or "zigzag", not {checks.described(layout)}')
+        named = isinstance(layout, str) and layout in ("contiguous", "zigzag")
+        if not (layout is None or named or isinstance(layout, Layout)):
+            raise ValueError(
+                f'sequence_layout must be "contiguous", "zigzag" or a jax_flash.Layout, not {checks.described(layout)}'
+            )
         mesh = jax.sharding.get_abstract_mesh()
         if not set(axes) <= set(mesh.manual_axes):
             raise ValueError(
                 f"sequence_axis={axis!r} is no axis of an enclosing jax.shard_map: call inside jax.shard_map over this "
                 "axis"
             )
-        return Division.over(axes, mesh.shape, layout or "contiguous")
+        division = Division.over(axes, mesh.shape, layout or "contiguous")
+        if isinstance(layout, Layout) and layout.chunks.shape[0] != division.devices:
+            raise ValueError(
+                f"sequence_layout has {layout.chunks.shape[0]} devices, but sequence_axis={axis!r} has "
+                f"{division.devices}: call balance with this number"
+            )
+        return division
 
 
 class Options(TypedDict, total=False):
@@ -109,7 +119,7 @@ class Options(TypedDict, total=False):
     score_mod: Callable[..., jax.Array] | None
     mask_mod: Callable[..., jax.Array] | None
     sequence_axis: str | tuple[str, ...] | None
-    sequence_layout: Layout | None
+    sequence_layout: SequenceLayout | None
     dropout_rate: float
     dropout_key: jax.Array | None
     broadcast_dropout: bool

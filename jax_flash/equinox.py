@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 from jax_flash import attention
 from jax_flash.block_sparse import BlockMask
 from jax_flash.call import Implementation, explains_names
-from jax_flash.sequence import Layout
+from jax_flash.layouts import SequenceLayout
 from jax_flash.windows import Window
 
 __all__ = ["MultiheadAttention"]
@@ -63,7 +63,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         score_mod: Callable[..., jax.Array] | None = None,
         mask_mod: Callable[..., jax.Array] | None = None,
         sequence_axis: str | tuple[str, ...] | None = None,
-        sequence_layout: Layout | None = None,
+        sequence_layout: SequenceLayout | None = None,
     ) -> jax.Array:
         """Project the inputs to queries, keys and values, attend, and project the result.
 

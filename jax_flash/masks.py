@@ -46,7 +46,7 @@ class Mask(Description):
     key_value_seq_lengths: bool = False
     query_offset: bool = False
     segment_ids: bool = False
-    ranges: bool = False  # in place of is_causal, local_window_size, query_seq_lengths and segment_ids
+    ranges: bool = False  # in place of is_causal, local_window_size and query_seq_lengths
     array: Extent | None = None  # the argument `mask`
     block_mask: Extent | None = None
     q_block: int = 0  # number of queries in a block
@@ -236,14 +236,18 @@ class Mask(Description):
             u, v = row_start // self.q_block, key_start // self.kv_block
             blocks = lax.dynamic_slice_in_dim(part["blocks"], u, rows // self.q_block, axis=-2)
             blocks = lax.dynamic_slice_in_dim(blocks, v, keys // self.kv_block, axis=-1)
-            lists = {
-                "row_lists": block_sparse.block_lists(blocks),
-                "column_lists": block_sparse.block_lists(jnp.swapaxes(blocks, -1, -2)),
-            }
-            part |= {"blocks": blocks, **lists}
-            row_list, column_list = (x.shape[-1] for x in lists.values())
-            mask = dataclasses.replace(mask, row_list=row_list, column_list=column_list)
+            mask, part = mask.with_blocks(blocks, part)
         return mask, part
+
+    def with_blocks(self, blocks: jax.Array, arrays: Arrays) -> tuple[Mask, Arrays]:
+        """Return the mask and the arrays with other blocks of the same size."""
+        lists = {
+            "row_lists": block_sparse.block_lists(blocks),
+            "column_lists": block_sparse.block_lists(jnp.swapaxes(blocks, -1, -2)),
+        }
+        row_list, column_list = (x.shape[-1] for x in lists.values())
+        mask = dataclasses.replace(self, row_list=row_list, column_list=column_list)
+        return mask, arrays | {"blocks": blocks, **lists}
 
     def _block_shape(self, lengths: Lengths) -> block_sparse.Shape:
         return block_sparse.Shape(*lengths, self.q_block, self.kv_block)

@@ -50,8 +50,8 @@ from jax_flash._latent import (
 )
 from jax_flash.block_sparse import BlockMask
 from jax_flash.call import Call, Implementation, check_names, explains_names
+from jax_flash.layouts import SequenceLayout
 from jax_flash.paged import checked_page
-from jax_flash.sequence import Layout
 from jax_flash.windows import Window
 
 __all__ = ["BlockSparseDense", "MultiHeadAttention", "MultiHeadLatentAttention", "dot_product_attention"]
@@ -90,7 +90,7 @@ def dot_product_attention(
     score_mod: Callable[..., jax.Array] | None = None,
     mask_mod: Callable[..., jax.Array] | None = None,
     sequence_axis: str | tuple[str, ...] | None = None,
-    sequence_layout: Layout | None = None,
+    sequence_layout: SequenceLayout | None = None,
     reproducible_gradients: bool = False,
 ) -> jax.Array:
     """Compute scaled dot-product attention with `flax.nnx.dot_product_attention`'s arguments, by fused kernels.
@@ -267,7 +267,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Attributes):
         score_mod: Callable[..., jax.Array] | None = None,
         mask_mod: Callable[..., jax.Array] | None = None,
         sequence_axis: str | tuple[str, ...] | None = None,
-        sequence_layout: Layout | None = None,
+        sequence_layout: SequenceLayout | None = None,
         reproducible_gradients: bool | None = None,
     ) -> jax.Array:
         """Project the inputs to queries, keys and values, attend, and project the result.

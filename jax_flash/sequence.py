@@ -8,6 +8,9 @@ the gradients of keys and values travel with them.
 In some layouts devices would wait for each other. Under a causal mask and a contiguous layout, for example, the first
 devices have less work than the last. The devices then first exchange halves of their arrays to get the other layout.
 
+In a layout of chunks (`layouts.Layout`), a device has tokens from many places of the sequence, in increasing order. So
+the keys of a visit that a row sees under positional masks are consecutive. Each visit is one call with ranges.
+
 Functions take arrays by name (`operands.DIMS`), with any leading dims. A device has its own part of each array with
 rows or keys, such as Q, K, V and the segment ids. For a bias or a mask it has its own rows and all columns, in natural
 order. A block mask is not divided.
@@ -29,8 +32,9 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 
-from jax_flash import checks, denominator, dropout, tile
-from jax_flash.explicit import placed
+from jax_flash import denominator, dropout, tile, windows
+from jax_flash.layouts import Layout, SequenceLayout
+from jax_flash.masks import WindowSize
 from jax_flash.operands import DIFFERENTIATED, DIMS, ONCE_A_ROW, PER_ROW, Operands
 from jax_flash.problem import Problem
 from jax_flash.varying import varying_alike
@@ -38,7 +42,7 @@ from jax_flash.varying import varying_alike
 Arrays = dict[str, jax.Array]
 Rows = tuple[jax.Array, jax.Array, jax.Array]  # O, l and m
 Compute = Callable[[Problem, Arrays], tuple[jax.Array, ...]]
-Layout = Literal["contiguous", "zigzag"]
+Order = Literal["contiguous", "zigzag", "chunks"]
 Sums = dict[tuple[str, int], jax.Array]  # sums of gradients, by the gradient's name and the part of rows or keys
 State = TypeVar("State")
 Tree = TypeVar("Tree")
@@ -51,13 +55,16 @@ class Division(NamedTuple):
 
     axes: tuple[str, ...]  # the mesh axes that divide the sequence, major axis first
     devices: int  # number of devices along these axes
-    layout: Layout = "contiguous"
+    layout: Order = "contiguous"
     mesh_axes: tuple[str, ...] = ()  # the axes in the mesh's order, if that order differs
     ranks: tuple[int, ...] = ()  # the number of each device in the mesh's order, if that order differs
+    chunks: int = 0  # number of chunks of a device in a layout of chunks
 
     @classmethod
-    def over(cls, axes: tuple[str, ...], shape: Mapping[str, int], layout: Layout = "contiguous") -> Division:
+    def over(cls, axes: tuple[str, ...], shape: Mapping[str, int], layout: SequenceLayout = "contiguous") -> Division:
         """Return the division over axes of a mesh of this shape."""
+        if isinstance(layout, Layout):
+            return cls.over(axes, shape)._replace(layout="chunks", chunks=layout.chunks.shape[1])
         sizes = {axis: size for axis, size in shape.items() if axis in axes}
         ranks = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
         ranks = ranks.transpose([list(sizes).index(axis) for axis in axes]).ravel()
@@ -81,6 +88,18 @@ class Division(NamedTuple):
     def starts(self, device: Any, length: int) -> list[Any]:
         """Return the first row or key of each part of a device."""
         return [number * self.part(length) for number in self.numbers(device)]
+
+    def positions(self, length: int, chunks: jax.Array | None) -> jax.Array:
+        """Return the positions of this device's rows or keys, int32.
+
+        Args:
+          length: T or S.
+          chunks: the chunks of all devices, in a layout of chunks.
+        """
+        device = self.device()
+        size = length // (self.devices * (self.chunks or self.parts))
+        own = jnp.stack(self.numbers(device)) if chunks is None else chunks[device]
+        return (own.astype(jnp.int32)[:, None] * size + jnp.arange(size, dtype=jnp.int32)).reshape(-1)
 
     def device_of(self, part: int) -> int:
         """Return the device that has the part with this global index."""
@@ -108,64 +127,20 @@ class Division(NamedTuple):
         """Return why this problem cannot be divided, or None if it can."""
         if problem.page:
             return "a paged cache cannot be divided over devices"
-        whole = self.devices * self.parts
-        parts = f"{whole} parts over {' x '.join(self.axes)} in the {self.layout} layout"
+        whole = self.devices * (self.chunks or self.parts)
+        layout = f"in a layout of {self.chunks} chunks" if self.chunks else f"in the {self.layout} layout"
+        parts = f"{whole} parts over {' x '.join(self.axes)} {layout}"
         if problem.q_len % whole or problem.kv_len % whole:
             return f"T = {problem.q_len} and S = {problem.kv_len} must be multiples of {whole}, for {parts}"
-        rows, keys = self.part(problem.q_len), self.part(problem.kv_len)
+        if self.chunks and problem.q_len != problem.kv_len:
+            return f"T = {problem.q_len} and S = {problem.kv_len} must be equal {layout}"
+        rows, keys = problem.q_len // whole, problem.kv_len // whole
+        if self.chunks and problem.drop_threshold:
+            return "dropout is not supported with a jax_flash.Layout: use the contiguous or the zigzag layout"
         if problem.drop_threshold and (rows % dropout.TILE or keys % dropout.TILE):
             return f"dropout needs a multiple of {dropout.TILE} rows and keys per part, not {rows} and {keys} ({parts})"
         refusal = problem.mask.refusal_of_part(rows, keys)
         return refusal and f"{refusal} ({parts})"
-
-
-def zigzag(x: ArrayLike, devices: int, axis: int) -> jax.Array:
-    """Reorder a sequence for `sequence_layout="zigzag"`, which balances causal attention over devices.
-
-    The axis is split into 2·devices parts. Device r gets parts r and 2·devices - 1 - r. Reorder the inputs, shard the
-    axis of the result over the devices, and call `unzigzag` on the output.
-
-    Args:
-      x: array with a sequence axis.
-      devices: number of devices that will share the sequence.
-      axis: the sequence axis. Its size must be a multiple of 2·devices.
-
-    Returns:
-      Array with the shape and dtype of x.
-
-    Raises:
-      TypeError: if devices or axis is not an int.
-      ValueError: if the axis does not exist, or its size is not a multiple of 2·devices.
-    """
-    return _reordered(x, devices, axis, _zigzag_order(devices))
-
-
-def unzigzag(x: ArrayLike, devices: int, axis: int) -> jax.Array:
-    """Restore the natural order of a sequence: the inverse of `zigzag`, with the same arguments and errors."""
-    return _reordered(x, devices, axis, np.argsort(_zigzag_order(devices)))
-
-
-def _zigzag_order(devices: int) -> np.ndarray:
-    devices = checks.integer("devices", devices, least=1)
-    return np.stack(Division((), devices, "zigzag").numbers(np.arange(devices)), 1).ravel()
-
-
-def _reordered(x: ArrayLike, devices: int, axis: int, order: np.ndarray) -> jax.Array:
-    x = jnp.asarray(x)
-    axis = checks.integer("axis", axis, least=-x.ndim)
-    if axis >= x.ndim:
-        raise ValueError(f"axis must be below {x.ndim} for shape {x.shape}, not {axis}")
-    axis %= x.ndim
-    if x.shape[axis] % len(order):
-        raise ValueError(
-            f"axis {axis} must be divisible by 2 x {devices}, for two parts per device, but the shape is {x.shape}"
-        )
-
-    def reordered(x: jax.Array) -> jax.Array:
-        parts = x.reshape(*x.shape[:axis], len(order), x.shape[axis] // len(order), *x.shape[axis + 1 :])
-        return jnp.take(parts, order, axis).reshape(x.shape)
-
-    return placed(reordered, jax.typeof(x).sharding.spec, x)
 
 
 def _permuted(division: Division, shift: int, x: jax.Array) -> jax.Array:
@@ -226,6 +201,8 @@ def entries(problem: Problem, division: Division) -> np.ndarray:
 
 def visits(problem: Problem, division: Division) -> list[Visit]:
     """Return the visits in which some device sees a key, judged by causal masks and windows. Own keys come first."""
+    if division.chunks:  # their positions are arrays
+        return [Visit(shift, min(shift, 1), ((0, 0),)) for shift in range(division.devices)]
     visible = entries(problem, division).max(-1) > 0
     visible[0] |= np.eye(division.parts, dtype=bool)
     pairs = [tuple((a, b) for a, b in np.argwhere(shown).tolist()) for shown in visible]
@@ -238,6 +215,9 @@ def with_best_layout(problem: Problem, division: Division) -> Division:
 
     The other layout needs exchanges of halves, so it must save at least a tenth of the time.
     """
+
+    if division.chunks:
+        return division
 
     def time(over: Division) -> int:
         return int(entries(problem, over).sum((1, 2)).max(-1).sum())  # each visit lasts as long as its slowest device
@@ -286,6 +266,7 @@ def forward(compute: Compute, problem: Problem, division: Division, arrays: Arra
     """
     division, given = with_best_layout(problem, division), division
     arrays = {name: _relaid(problem, name, x, given, division) for name, x in arrays.items()}
+    problem, arrays = _with_ranges(problem, division, arrays)
     # They join each row once, after its last keys.
     at_end = {name: arrays.pop(name) for name in ONCE_A_ROW if name in arrays}
     without: dict[str, Any] = dict.fromkeys(ONCE_A_ROW)
@@ -320,6 +301,7 @@ def backward(compute: Compute, problem: Problem, division: Division, arrays: Arr
     """
     division, given = with_best_layout(problem, division), division
     arrays = {name: _relaid(problem, name, x, given, division) for name, x in arrays.items()}
+    problem, arrays = _with_ranges(problem, division, arrays)
     dtype = problem.accumulation_dtype
     not_again: dict[str, Any] = dict.fromkeys(PER_ROW, False)
 
@@ -461,6 +443,8 @@ def _starts(problem: Problem, division: Division, shift: int, a: int, b: int) ->
 
 def _part(problem: Problem, division: Division, arrays: Arrays, shift: int, a: int, b: int) -> tuple[Problem, Arrays]:
     """Return the problem and the arrays for part a of the rows and part b of the visiting keys."""
+    if division.chunks:
+        return _part_of_chunks(problem, division, arrays, shift)
     rows, keys = division.part(problem.q_len), division.part(problem.kv_len)
     row_start, key_start = _starts(problem, division, shift, a, b)
     part: Arrays = {}
@@ -474,6 +458,79 @@ def _part(problem: Problem, division: Division, arrays: Arrays, shift: int, a: i
             x = lax.dynamic_slice_in_dim(x, key_start, keys, axis=-1)
         part[name] = x
     return _with_positions(problem, (rows, keys), (row_start, key_start), part)
+
+
+def _with_ranges(problem: Problem, division: Division, arrays: Arrays) -> tuple[Problem, Arrays]:
+    """Return the problem and the arrays with ranges of positions in place of all positional masks, if in chunks."""
+    mask, chunks = problem.mask, arrays.get("origin")
+    if not division.chunks or chunks is None:
+        return problem, arrays
+    masks_positions = max(mask.reach) >= 0 or mask.query_seq_lengths or mask.key_value_seq_lengths
+    if masks_positions and not mask.ranges:
+        places = (division.positions(length, chunks) for length in problem.lengths)
+        arrays = arrays | windows.ranges_at(windows.Bounds(*mask.reach), problem.lengths, arrays, *places)
+        mask = dataclasses.replace(
+            mask,
+            is_causal=False,
+            local_window_size=WindowSize(),
+            query_seq_lengths=False,
+            key_value_seq_lengths=True,
+            ranges=True,
+        )
+    arrays = {name: x for name, x in arrays.items() if name not in ("query_seq_lengths", "query_offset")}
+    return dataclasses.replace(problem, mask=dataclasses.replace(mask, query_offset=False)), arrays
+
+
+def _part_of_chunks(problem: Problem, division: Division, arrays: Arrays, shift: Any) -> tuple[Problem, Arrays]:
+    """Return the problem and the arrays for a visit in a layout of chunks."""
+    part = dict(arrays)
+    chunks, device = part.pop("origin"), division.device()
+    source = (device - shift) % division.devices
+    (rows, keys), mask = map(division.part, problem.lengths), problem.mask
+    owners = {"keys_of_rows": source, "rows_of_keys": device, "key_value_seq_lengths": source}
+    for name in owners.keys() & part.keys():
+        part[name] = _in_own_chunks(problem, division, part[name], chunks[owners[name]])
+    for name, extent in problem.extents.items():
+        if extent is not None and extent.columns:
+            part[name] = _taken(part[name], -1, division, chunks[source])
+    if "blocks" in part:
+        blocks = _taken(part["blocks"], -2, division, chunks[device])
+        mask, part = mask.with_blocks(_taken(blocks, -1, division, chunks[source]), part)
+    changes: dict[str, Any] = {"q_len": rows, "kv_len": keys}
+    if problem.programs:  # they receive indices in the order of the layout
+        starts = jnp.stack([device * rows, source * keys]).astype(jnp.int32)
+        part["origin"] = starts
+        part["query_offset"] = jnp.broadcast_to(starts[0] - starts[1], part["query"].shape[:-3])
+        mask = dataclasses.replace(mask, query_offset=True)
+        changes["origin"] = True
+    return dataclasses.replace(problem, mask=mask, **changes), varying_alike(part, part)
+
+
+def _by_chunks(x: jax.Array, axis: int, count: int) -> jax.Array:
+    """Return the array with this axis, counted from the last, as an axis of chunks and an axis of their elements."""
+    axis += x.ndim
+    return x.reshape(*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
+
+
+def _taken(x: jax.Array, axis: int, division: Division, chunks: jax.Array) -> jax.Array:
+    """Return the elements of these chunks along an axis of the whole sequence, counted from the last."""
+    taken = jnp.take(_by_chunks(x, axis, division.devices * division.chunks), chunks, axis=axis - 1)
+    return taken.reshape(*x.shape[: x.ndim + axis], -1, *x.shape[x.ndim + axis + 1 :])
+
+
+def _in_own_chunks(problem: Problem, division: Division, positions: jax.Array, chunks: jax.Array) -> jax.Array:
+    """Return how many of a device's tokens come before each position.
+
+    Args:
+      positions: int32, from 0 to the length of the sequence.
+      chunks: the chunks of the device.
+    """
+    count = division.devices * division.chunks
+    size = max(problem.kv_len // count, 1)
+    owned = jnp.zeros(count + 1, jnp.int32).at[chunks].set(1)
+    before = jnp.cumsum(owned, dtype=jnp.int32) - owned
+    chunk = positions // size
+    return before[chunk] * size + owned[chunk] * (positions % size)
 
 
 def _with_positions(
@@ -507,6 +564,12 @@ def _with_bias_part(
     assert extent is not None
     if total is None:
         total = varying_alike(jnp.zeros((*x.shape[:-2], *bias.shape[-2:]), x.dtype), x)
+    if division.chunks:
+        if not extent.columns:
+            return total + x
+        chunks = arrays["origin"][(division.device() - shift) % division.devices]
+        sums = _by_chunks(total, -1, division.devices * division.chunks)
+        return sums.at[..., chunks, :].add(_by_chunks(x, -1, division.chunks)).reshape(total.shape)
     _, key_start = _starts(problem, division, shift, a, b)
     row = a * division.part(problem.q_len) if extent.rows else 0
     at = [jnp.asarray(i, jnp.int32) for i in (*(0,) * (x.ndim - 2), row, key_start if extent.columns else 0)]

@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 from jax_flash import arguments, attention, checks, windows
 from jax_flash.call import Call, Implementation, explains_names
 from jax_flash.explicit import placed
+from jax_flash.layouts import Layout, SequenceLayout
 from jax_flash.operands import Operands
 from jax_flash.problem import Problem
 from jax_flash.programs import features, program
@@ -33,6 +34,8 @@ class VarlenOptions(TypedDict, total=False):
     sinks: ArrayLike | None
     score_mod: Callable[..., jax.Array] | None
     mask_mod: Callable[..., jax.Array] | None
+    sequence_axis: str | tuple[str, ...] | None
+    sequence_layout: SequenceLayout | None
     dropout_rate: float
     dropout_key: jax.Array | None
     dropout_head_ids: ArrayLike | None
@@ -89,6 +92,8 @@ def varlen_attention(
     sinks: ArrayLike | None = None,
     score_mod: Callable[..., jax.Array] | None = None,
     mask_mod: Callable[..., jax.Array] | None = None,
+    sequence_axis: str | tuple[str, ...] | None = None,
+    sequence_layout: SequenceLayout | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     dropout_head_ids: ArrayLike | None = None,
@@ -121,6 +126,8 @@ def varlen_attention(
         is aligned with the first key.)
       score_mod, mask_mod: as in `dot_product_attention`. `batch` is the index of the sequence. `key` is the position in
         the sequence, and `query` is the position of the query plus the number of keys minus the number of queries.
+      sequence_axis, sequence_layout: as in `dot_product_attention`. Tq and Tk count the tokens of this device, and
+        cu_seqlens_q and cu_seqlens_k describe the whole sequence. `jax_flash.balance` divides packed documents.
       return_residual: whether to return the logsumexp of every row as well.
       scale, logits_soft_cap, sinks, precision, deterministic, implementation: as in `dot_product_attention`.
       dropout_rate, dropout_key, dropout_head_ids: as in `dot_product_attention`. The dropout mask is indexed by the
@@ -148,6 +155,8 @@ def varlen_attention(
         sinks=sinks,
         score_mod=score_mod,
         mask_mod=mask_mod,
+        sequence_axis=sequence_axis,
+        sequence_layout=sequence_layout,
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
         dropout_head_ids=dropout_head_ids,
@@ -156,7 +165,7 @@ def varlen_attention(
         implementation=implementation,
     )
     problem, operands = problem_and_operands(query, key, value, cu_seqlens_q, cu_seqlens_k, call)
-    o, *statistics = attention.attend(problem, None, operands, implementation)
+    o, *statistics = attention.attend(problem, call.division, operands, implementation)
     if return_residual:
         return o[0], attention.by_rows(*(x[0] for x in statistics))
     return o[0]
@@ -184,7 +193,8 @@ def problem_and_operands(
     checks.sizes_known(query=query.shape, key=key.shape, value=value.shape)
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
-    sizes = query.shape[0], key.shape[0]
+    devices = 1 if call.division is None else call.division.devices
+    sizes = devices * query.shape[0], devices * key.shape[0]
     begins_q = _checked("cu_seqlens_q", cu_seqlens_q, sizes[0])
     begins_k = _checked("cu_seqlens_k", cu_seqlens_k, sizes[1])
     if begins_q.shape != begins_k.shape:
@@ -210,6 +220,11 @@ def problem_and_operands(
     )
     problem, operands = arguments.problem_and_operands(query, key, value, None, None, of_arrays)
     first, last = windows.reach(left, right)
+    if call.division is not None:  # each device has the ranges of its own tokens
+        rows, keys = (
+            jax.tree.map(lambda x, places=places: x[places], side)
+            for side, places in ((rows, _places(call, sizes[0])), (keys, _places(call, sizes[1])))
+        )
     positions = {
         "key_value_seq_lengths": key_end,
         "keys_of_rows": windows.ranges(rows.opposite, first, last, rows.begin, rows.end)[None],
@@ -226,6 +241,14 @@ class _Packed(NamedTuple):
     opposite: jax.Array  # the position on the other side that the token is aligned with
     begin: jax.Array  # the position of the first token of its sequence on the other side
     end: jax.Array  # the position after the last token of its sequence on the other side
+
+
+def _places(call: Call, length: int) -> jax.Array:
+    """Return the positions of this device's tokens in a sequence of this length."""
+    division, layout = call.division, call.sequence_layout
+    assert division is not None
+    chunks = jnp.asarray(layout.chunks, jnp.int32) if isinstance(layout, Layout) else None
+    return division.positions(length, chunks)
 
 
 def _checked(name: str, cu_seqlens: ArrayLike, size: int) -> jax.Array:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, overload
 
 import jax
@@ -139,19 +139,9 @@ def as_ranges(problem: Problem, operands: Operands, traced: Bounds) -> tuple[Pro
     """Return the problem and the operands with ranges in place of the traced window and of all positional masks."""
     left, right = map(narrower, problem.mask.reach, traced)
 
-    def end(lengths: jax.Array | None, size: int) -> jax.Array:
-        return jnp.full(problem.batch, size, jnp.int32) if lengths is None else lengths.clip(0, size)
-
-    q_end, kv_end = end(operands.query_seq_lengths, problem.q_len), end(operands.key_value_seq_lengths, problem.kv_len)
-    first, last = reach(
-        left, right, jnp.zeros(1, jnp.int32) if operands.query_offset is None else operands.query_offset
-    )
     arrays = operands.arrays()
-    arrays |= {
-        "key_value_seq_lengths": kv_end,
-        "keys_of_rows": _of_side(problem.q_len, q_end, first, last, kv_end),
-        "rows_of_keys": _of_side(problem.kv_len, kv_end, -last, -first, q_end),
-    }
+    places = (jnp.arange(size, dtype=jnp.int32) for size in problem.lengths)
+    arrays |= ranges_at(Bounds(left, right), problem.lengths, arrays, *places)
     arrays.pop("query_seq_lengths", None)
     if not problem.programs:
         arrays.pop("query_offset", None)
@@ -164,12 +154,41 @@ def as_ranges(problem: Problem, operands: Operands, traced: Bounds) -> tuple[Pro
     return dataclasses.replace(problem, mask=mask), Operands.of(arrays)
 
 
-def _of_side(size: int, own_end: jax.Array, first: jax.Array, last: jax.Array, other_end: jax.Array) -> jax.Array:
-    """Return the ranges of the queries, or of the keys: [B, size, 2]. Tokens beyond their own end see nothing."""
-    own_end, first, last, other_end = (x[:, None] for x in (own_end, first, last, other_end))
-    token = jnp.arange(size, dtype=jnp.int32)[None]
-    pairs = ranges(jnp.minimum(token, own_end - 1), first, last, 0, other_end)
-    return jnp.where((token < own_end)[..., None], pairs, pairs[..., 1:])  # empty, and neither number ever falls
+def ranges_at(
+    bounds: Bounds, lengths: tuple[int, int], arrays: Mapping[str, jax.Array], rows: jax.Array, keys: jax.Array
+) -> dict[str, jax.Array]:
+    """Return the operands of ranges for queries and keys at some positions.
+
+    Args:
+      bounds: the window, in which a causal mask counts as right = 0.
+      lengths: T and S.
+      arrays: the operands by name, with any leading dims. Of these, the lengths and the offset of the queries matter.
+      rows, keys: int32, increasing positions of the queries and the keys.
+
+    Returns:
+      `keys_of_rows` and `rows_of_keys`, and `key_value_seq_lengths`, all in positions.
+    """
+    lead = arrays["query"].shape[:-3]
+    names = "query_seq_lengths", "key_value_seq_lengths"
+    q_end, kv_end = (
+        arrays[name].clip(0, size) if name in arrays else jnp.full(lead, size, jnp.int32)
+        for name, size in zip(names, lengths, strict=True)
+    )
+    first, last = reach(*bounds, arrays.get("query_offset", jnp.zeros(lead, jnp.int32)))
+    return {
+        "key_value_seq_lengths": kv_end,
+        "keys_of_rows": _of_side(rows, q_end, first, last, kv_end),
+        "rows_of_keys": _of_side(keys, kv_end, -last, -first, q_end),
+    }
+
+
+def _of_side(
+    places: jax.Array, own_end: jax.Array, first: jax.Array, last: jax.Array, other_end: jax.Array
+) -> jax.Array:
+    """Return the ranges of the queries, or of the keys: [..., places, 2]. Tokens beyond their own end see nothing."""
+    own_end, first, last, other_end = (x[..., None] for x in (own_end, first, last, other_end))
+    pairs = ranges(jnp.minimum(places, own_end - 1), first, last, 0, other_end)
+    return jnp.where((places < own_end)[..., None], pairs, pairs[..., 1:])  # empty, and neither number ever falls
 
 
 def mask_mod(traced: Bounds) -> Callable[..., jax.Array]:

@@ -45,7 +45,7 @@ def test_api_page_has_public_names_only(site):
 
 def test_signatures_have_types_and_all_arguments(site):
     function = signatures(site, "jax_flash")["jax_flash.dot_product_attention"]
-    assert "mask: ArrayLike | None = None" in function and "sequence_layout: Layout | None = None" in function
+    assert "mask: ArrayLike | None = None" in function and "sequence_layout: SequenceLayout | None = None" in function
     nnx = signatures(site, "nnx")["jax_flash.nnx.MultiHeadAttention"]
     assert "num_heads: int" in nnx and "is_causal: bool = False" in nnx and "&lt;" not in nnx
     assert "key_dim" in signatures(site, "keras")["jax_flash.keras.MultiHeadAttention"]

@@ -1,5 +1,6 @@
 """Sharded sequences give the same results as one device, without all-gathers of K and V."""
 
+import dataclasses
 import functools
 import math
 import os
@@ -17,10 +18,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_flash
-from jax_flash import BlockMask, Problem, sequence
+from jax_flash import BlockMask, Layout, Problem, sequence
 from jax_flash.sequence import Division
 
-LAYOUTS = ("contiguous", "zigzag")
+# Devices 0 to 3 have these of eight chunks. Some are neighbours, and no device has its chunks in zigzag order.
+CHUNKS = Layout(np.array([[1, 6], [0, 3], [2, 7], [4, 5]], np.int32))
+LAYOUTS = ("contiguous", "zigzag", CHUNKS)
 ROWS = {"query": 1, "key": 1, "value": 1, "query_segment_ids": 1, "key_value_segment_ids": 1, "bias": 2, "mask": 2}
 
 
@@ -64,13 +67,13 @@ def sharded(case, arrays, devices, layout, **options):
         axis = axis_of(name, x)
         return P(*("seq" if i == axis else None for i in range(np.ndim(x)))) if axis is not None else P()
 
-    def arranged(name, x, lay):
+    def arranged(name, x, into):
         axis = axis_of(name, x)
-        return lay(x, devices, axis) if layout == "zigzag" and axis is not None else x
+        return x if axis is None else reordered(x, layout, devices, axis, into)
 
-    arrays = {name: arranged(name, x, jax_flash.zigzag) for name, x in arrays.items()}
+    arrays = {name: arranged(name, x, True) for name, x in arrays.items()}
     block_mask = {"block_mask": arrays.pop("block_mask")} if "block_mask" in arrays else {}
-    options = options | {"sequence_axis": "seq", "sequence_layout": layout}
+    options = options | {"sequence_axis": "seq"}
     # Arrays with the ranks of o and logsumexp, and with sizes above 1, for the specs of the results.
     shapes = {"o": jnp.zeros((2,) * 4), "logsumexp": jnp.zeros((2,) * 3)} | arrays
     names = ("o", "logsumexp", *(name for name in DIFFERENTIATED if name in arrays))
@@ -78,13 +81,23 @@ def sharded(case, arrays, devices, layout, **options):
     @functools.partial(
         jax.shard_map,
         mesh=jax.make_mesh((devices,), ("seq",), (AxisType.Auto,), devices=require_devices(devices)),
-        in_specs=({name: spec(name, x) for name, x in arrays.items()},),
+        in_specs=({name: spec(name, x) for name, x in arrays.items()}, P()),
         out_specs={name: spec(name, shapes[name]) for name in names},
     )
-    def local(arrays):
-        return results(case, arrays | block_mask, **options)
+    def local(arrays, chunks):
+        return results(case, arrays | block_mask, sequence_layout=chunks or layout, **options)
 
-    return {name: arranged(name, x, jax_flash.unzigzag) for name, x in jax.jit(local)(arrays).items()}
+    chunks = layout if isinstance(layout, Layout) else None
+    return {name: arranged(name, x, False) for name, x in jax.jit(local)(arrays, chunks).items()}
+
+
+def reordered(x, layout, devices, axis, into):
+    """Return an array in the order of a layout, or with into=False in the natural order."""
+    if layout == "zigzag":
+        return (jax_flash.zigzag if into else jax_flash.unzigzag)(x, devices, axis)
+    if isinstance(layout, Layout):
+        return (layout.permute if into else layout.inverse)(x, axis)
+    return x
 
 
 def assert_close(actual, expected, **tolerance):
@@ -110,18 +123,27 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+def name_of(layout):
+    return "chunks" if isinstance(layout, Layout) else None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_one_device(case, layout):
+    if layout is CHUNKS:
+        if case.S != case.T:
+            pytest.skip("a layout of chunks needs equal lengths")
+        case = dataclasses.replace(case, dropout=0.0)
     arrays = case.arrays()
     expected = jax.jit(functools.partial(results, case))(arrays)
     assert_close(sharded(case, arrays, 4, layout), expected)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 def test_with_x64(layout):
     """With x64, some indices would have 64 bits and others 32."""
-    case = CASE(B=1, bias="1nts", causal=True, block_mask=BLOCKS, offset=True, dropout=0.3)
+    dropout = 0.0 if layout is CHUNKS else 0.3
+    case = CASE(B=1, bias="1nts", causal=True, block_mask=BLOCKS, offset=True, dropout=dropout)
     with jax.enable_x64(True):
         arrays = case.arrays()
         expected = jax.jit(functools.partial(results, case))(arrays)
@@ -176,24 +198,25 @@ def bias_of_all_rows(table, slopes):
     return {"score_mod": lambda score, batch, head, query, key: score + table[head, query, key]}
 
 
+@pytest.mark.parametrize("layout", ["zigzag", Layout(np.array([[0, 3], [1, 2]], np.int32))], ids=name_of)
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
-def test_other_implementations(implementation):
+def test_other_implementations(implementation, layout):
     case = CASE(B=1, T=64, S=64, K=4, causal=True)
     arrays = case.arrays()
     expected = jax.jit(functools.partial(results, case))(arrays)
-    assert_close(sharded(case, arrays, 2, "zigzag", implementation=implementation), expected)
+    assert_close(sharded(case, arrays, 2, layout, implementation=implementation), expected)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 @pytest.mark.parametrize(
     ("programs", "table"), [(table_and_documents, TABLE), (bias_of_all_rows, BIAS)], ids=["both", "a bias"]
 )
 def test_score_programs(programs, table, layout):
     """Indices are global. Every device adds its contribution to the gradients of captured arrays."""
-    case = CASE(causal=True, dropout=0.1)
+    case = CASE(causal=True, dropout=0.0 if layout is CHUNKS else 0.1)
     arrays = case.arrays() | {"table": table, "slopes": SLOPES}
     over = {name: P(None, "seq") if name in ROWS else P() for name in arrays}
-    arranged = {name: jax_flash.zigzag(x, 4, 1) if name in ROWS else x for name, x in arrays.items()}
+    arranged = {name: reordered(x, layout, 4, 1, True) if name in ROWS else x for name, x in arrays.items()}
 
     def loss(arrays, **options):
         arrays = dict(arrays)
@@ -214,18 +237,17 @@ def test_score_programs(programs, table, layout):
         return loss(arrays, sequence_axis="seq", sequence_layout=layout)
 
     names = ("query", "key", "value", "table", "slopes")
-    chosen = arranged if layout == "zigzag" else arrays
-    actual = jax.jit(jax.grad(lambda x: local(chosen | x).sum()))({name: chosen[name] for name in names})
-    if layout == "zigzag":
-        actual |= {name: jax_flash.unzigzag(x, 4, 1) for name, x in actual.items() if name in ROWS}
+    actual = jax.jit(jax.grad(lambda x: local(arranged | x).sum()))({name: arranged[name] for name in names})
+    actual |= {name: reordered(x, layout, 4, 1, False) for name, x in actual.items() if name in ROWS}
     assert_close(actual, jax.jit(unsharded)(arrays), rtol=1e-4, atol=1e-4)
 
 
-def test_remat_scan_and_vmap():
+@pytest.mark.parametrize("layout", ["zigzag", CHUNKS], ids=name_of)
+def test_remat_scan_and_vmap(layout):
     """Two layers with remat over three sequences in vmap."""
     case = CASE(B=1, T=64, S=64, causal=True)
     arrays = {name: np.stack([case.arrays(seed=seed)[name] for seed in range(3)]) for name in ("query", "key", "value")}
-    options = {"sequence_axis": "seq", "sequence_layout": "zigzag"}
+    options = {"sequence_axis": "seq", "sequence_layout": layout}
 
     def loss(query, key, value, **options):
         @jax.checkpoint
@@ -237,7 +259,7 @@ def test_remat_scan_and_vmap():
     def gradients(arrays, **options):
         return jax.vmap(jax.grad(functools.partial(loss, **options), (0, 1, 2)))(*arrays)
 
-    given = tuple(jax_flash.zigzag(x, 4, 2) for x in arrays.values())
+    given = tuple(reordered(x, layout, 4, 2, True) for x in arrays.values())
     spec = (P(None, None, "seq"),) * 3
     actual = jax.jit(
         jax.shard_map(
@@ -247,9 +269,52 @@ def test_remat_scan_and_vmap():
             out_specs=spec,
         )
     )(given)
-    actual = tuple(jax_flash.unzigzag(x, 4, 2) for x in actual)
+    actual = tuple(reordered(x, layout, 4, 2, False) for x in actual)
     expected = jax.jit(gradients)(tuple(arrays.values()))
     assert_close(dict(zip("qkv", actual, strict=True)), dict(zip("qkv", expected, strict=True)), rtol=1e-4, atol=1e-4)
+
+
+VARLEN = {
+    "causal": {"is_causal": True, "sinks": np.linspace(-1, 1, 4, dtype=np.float32)},
+    "window": {"local_window_size": (9, 3), "logits_soft_cap": 2.0},
+    "programs": {
+        "is_causal": True,
+        "score_mod": lambda score, batch, head, query, key: score + 0.1 * (query - key) * (head + 1) / (batch + 1),
+        "mask_mod": lambda batch, head, query, key: (query - key) % 3 < 2,
+    },
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+@pytest.mark.parametrize("options", VARLEN.values(), ids=VARLEN)
+def test_varlen(options, layout):
+    """Documents cross the edges of parts, and padding follows the last one."""
+    arrays = {name: x[0] for name, x in CASE().arrays().items() if name in ("query", "key", "value")}
+    cu_seqlens = np.array([0, 5, 5, 60, 61, 100, 121], np.int32)
+
+    def attend(arrays, cu_seqlens, **where):
+        q, k, v = (arrays[name] for name in ("query", "key", "value"))
+        return jax_flash.varlen_attention(q, k, v, cu_seqlens, **options, **where, return_residual=True)
+
+    def pulled(attend, arrays, *rest):
+        (o, logsumexp), pull = jax.vjp(lambda x: attend(x, *rest), arrays)
+        cotangents = jnp.cos(o), jnp.sin(jnp.where(jnp.isfinite(logsumexp), logsumexp, 0))
+        return pull(cotangents)[0] | {"o": o, "logsumexp": logsumexp}
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=jax.make_mesh((4,), ("seq",), (AxisType.Auto,), devices=require_devices(4)),
+        in_specs=(P("seq"), P(), P()),
+        out_specs=P("seq"),
+    )
+    def local(arrays, cu_seqlens, chunks):
+        return attend(arrays, cu_seqlens, sequence_axis="seq", sequence_layout=chunks or layout)
+
+    expected = jax.jit(functools.partial(pulled, attend))(arrays, cu_seqlens)
+    chunks = layout if isinstance(layout, Layout) else None
+    given = {name: reordered(x, layout, 4, 0, True) for name, x in arrays.items()}
+    actual = jax.jit(functools.partial(pulled, local))(given, cu_seqlens, chunks)
+    assert_close({name: reordered(x, layout, 4, 0, False) for name, x in actual.items()}, expected)
 
 
 SHAPE = (1, 48, 2, 8)  # of each of two devices
@@ -264,7 +329,17 @@ SHAPE = (1, 48, 2, 8)  # of each of two devices
         ({"sequence_axis": ["seq"]}, TypeError, "the name of a mesh axis or a tuple of them, not list"),
         ({"sequence_axis": ("seq", "seq")}, ValueError, "names an axis twice"),
         ({"sequence_layout": "zigzag"}, ValueError, "sequence_layout='zigzag' needs a sequence_axis"),
-        ({"sequence_axis": "seq", "sequence_layout": "striped"}, ValueError, 'must be "contiguous" or "zigzag", not'),
+        ({"sequence_axis": "seq", "sequence_layout": "striped"}, ValueError, '"zigzag" or a jax_flash.Layout, not'),
+        (
+            {"sequence_axis": "seq", "sequence_layout": jax_flash.balance([0, 96], 4)},
+            ValueError,
+            "sequence_layout has 4 devices, but sequence_axis='seq' has 2: call balance with this number",
+        ),
+        (
+            {"sequence_axis": "seq", "sequence_layout": Layout(np.zeros((2, 5), np.int32))},
+            ValueError,
+            "T = 96 and S = 96 must be multiples of 10, for 10 parts over seq in a layout of 5 chunks",
+        ),
         (
             {"sequence_axis": "seq", "mask": np.ones((1, 1, 48, 48), bool)},
             ValueError,
@@ -305,7 +380,7 @@ def test_axis_outside_shard_map_and_uneven_parts():
     x = jnp.ones(SHAPE)
     with pytest.raises(ValueError, match=r"sequence_axis='seq' is no axis of an enclosing jax.shard_map: call inside"):
         jax_flash.dot_product_attention(x, x, x, sequence_axis="seq")
-    with pytest.raises(ValueError, match=r"axis 1 must be divisible by 2 x 5, .* the shape is \(1, 48, 2, 8\)"):
+    with pytest.raises(ValueError, match=r"axis 1 must be divisible by the 10 chunks, .* the shape is \(1, 48, 2, 8\)"):
         jax_flash.zigzag(x, 5, 1)
     mesh = jax.make_mesh((2,), ("seq",), (AxisType.Auto,), devices=require_devices(2))
     odd = jax.shard_map(
@@ -363,7 +438,7 @@ def test_zigzag_on_explicit_axes():
 @given(
     devices=st.integers(1, 5), rows=st.integers(1, 7), keys=st.integers(1, 7), causal=st.booleans(),
     left=st.integers(-1, 40), right=st.integers(-1, 40), unbounded=st.sampled_from((10**6, 2**63 - 1)),
-    layout=st.sampled_from(LAYOUTS),
+    layout=st.sampled_from(("contiguous", "zigzag")),
 )  # fmt: skip
 def test_entries_match_the_masks(devices, rows, keys, causal, left, right, unbounded, layout):
     division = Division(("seq",), devices, layout)
@@ -420,7 +495,7 @@ def test_one_exchange_for_several_dtypes():
         assert all((back[dtype] == x).all() for dtype, x in floats.items())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 @pytest.mark.parametrize("inside", [True, False])
 def test_second_derivatives(inside, layout):
     """Take second derivatives inside or outside of `shard_map`."""
@@ -435,11 +510,13 @@ def test_second_derivatives(inside, layout):
         first = jax.grad(lambda q: jnp.sin(attention(q)).sum())
         return jax.grad(lambda q: jnp.cos(first(q)).sum())
 
+    if layout is CHUNKS:
+        layout = Layout(np.array([[0, 4], [2, 5], [1, 3]], np.int32))
     local = functools.partial(attention, sequence_axis="seq", sequence_layout=layout)
     sharded = on_devices(second(local)) if inside else second(on_devices(local))
-    lay, back = (jax_flash.zigzag, jax_flash.unzigzag) if layout == "zigzag" else (lambda x, *_: x,) * 2
     expected = jax.jit(second(attention))(q)
-    np.testing.assert_allclose(back(jax.jit(sharded)(lay(q, 3, 1)), 3, 1), expected, rtol=1e-4, atol=1e-4)
+    found = jax.jit(sharded)(reordered(q, layout, 3, 1, True))
+    np.testing.assert_allclose(reordered(found, layout, 3, 1, False), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_cheaper_by_heads():

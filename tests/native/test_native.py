@@ -181,9 +181,9 @@ def test_pages(changes, message):
         _native.cuda_refusal(changed(PROBLEM, **sizes | changes).encode())
 
 
-@pytest.mark.parametrize("other", ["is_causal", "local_window_size", "query_seq_lengths", "segment_ids", "array"])
+@pytest.mark.parametrize("other", ["is_causal", "local_window_size", "query_seq_lengths"])
 def test_ranges_with_other_masks_are_refused(other):
-    value = {"local_window_size": WindowSize(5), "array": FULL_EXTENT}.get(other, True)
+    value = {"local_window_size": WindowSize(5)}.get(other, True)
     with pytest.raises(ValueError, match="^problem: ranges are not supported with "):
         _native.cuda_refusal(changed(PROBLEM, ranges=True, key_value_seq_lengths=True, **{other: value}).encode())
 

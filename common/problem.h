@@ -48,7 +48,7 @@ struct WindowSize {
   FIELD(bool, key_value_seq_lengths, false)                                                                    \
   FIELD(bool, query_offset, false)                                                                             \
   FIELD(bool, segment_ids, false)                                                                              \
-  FIELD(bool, ranges, false)    /* replaces is_causal, local_window_size and query_seq_lengths */                 \
+  FIELD(bool, ranges, false)    /* replaces is_causal, local_window_size and query_seq_lengths */              \
   FIELD(Extent, array, {})      /* the operand `mask` */                                                       \
   FIELD(Extent, block_mask, {}) /* rows and columns always have their full size */                             \
   FIELD(int64_t, q_block, 0)    /* size of a block, multiples of 16 */                                         \

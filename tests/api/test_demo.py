@@ -76,6 +76,15 @@ def test_serving_by_continuous_batching(tmp_path):
     assert "Tokens equal to those of the sequence alone: 100.0%" in run_and_check_picture(tmp_path, "serve.py", *sizes)
 
 
+def test_latent_attention(tmp_path):
+    """The model learns, and serving from the latent cache gives the tokens of the expanded computation."""
+    sizes = ["--steps", 40, "--seq-len", 32, "--layers", 1, "--width", 32, "--generate", 12]
+    output = run_and_check_picture(tmp_path, "latent_attention.py", *sizes)
+    losses = [float(line.split("loss ")[1]) for line in output.splitlines() if line.startswith("step ")]
+    assert losses[-1] < losses[0] - 1
+    assert "Tokens equal to those of the expanded computation: 100.0%" in output
+
+
 def test_kernel_regression(tmp_path):
     """It learns that the third coordinate has no influence, and removes most of the noise."""
     output = run_and_check_picture(tmp_path, "kernel_regression.py", "--points", 400, "--sample", 200, "--steps", 15)

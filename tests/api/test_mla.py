@@ -1,6 +1,10 @@
 """`mla_attention` and its paged form, compared with standard attention of the latent as key and as value."""
 
 import functools
+import json
+import pathlib
+import subprocess
+import sys
 import warnings
 
 import jax
@@ -13,10 +17,12 @@ from cases import Case, data_collectives
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from pages import Cache
+from processes import one_device
 
 import jax_flash
 from jax_flash import Problem
 
+ROOT = pathlib.Path(__file__).parents[2]
 SCALE = 192**-0.5
 
 CASES = [
@@ -246,6 +252,18 @@ GIVEN = {"query": jnp.zeros((2, 3, 8, 40)), "latent": jnp.zeros((2, 20, 40)), "s
 def test_errors(changes, error, message):
     with pytest.raises(error, match=message):
         jax_flash.mla_attention(**GIVEN | changes)
+
+
+def test_benchmark(tmp_path):
+    """At tiny sizes, all calls of the benchmark of decoding run."""
+    sizes = ["--batch", 1, "--keys", 64, "--heads", 16, "--queries", 1, 2, "--page", 32, "--seconds", 0.01]
+    script, output = ROOT / "benchmarks/mla.py", tmp_path / "mla.json"
+    command = [sys.executable, script, *map(str, sizes), "--output", output]
+    done = subprocess.run(command, env=one_device(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["queries"] for row in rows] == [1, 2]
+    assert all(row["microseconds"].keys() == {"contiguous", "pages", "plain", "read"} for row in rows)
 
 
 def test_the_scale_is_required():

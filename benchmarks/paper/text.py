@@ -48,6 +48,12 @@ def tokens(files: list[Source], held_out: bool) -> np.ndarray:
     return np.frombuffer(b"".join(file.content + b"\0" for file in files if file.held_out == held_out), np.uint8)
 
 
+def training_and_held_out(quick: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens to train with, and the held-out tokens."""
+    files = sources(200 if quick else None)
+    return tokens(files, False), tokens(files, True)
+
+
 def windows(text: np.ndarray, batch: int, length: int, seed: int | Sequence[int]) -> Iterator[np.ndarray]:
     """Yield int32 [batch, length]. Each row starts at a random position."""
     random = np.random.default_rng(seed)

@@ -190,6 +190,13 @@ def train(
         yield from np.asarray(losses).tolist()
 
 
+def timed(trainer: Trainer, batches: Iterator[Batch], rate: float, steps: int) -> tuple[float, list[float]]:
+    """Train for a number of steps. Return the seconds and about 200 of the losses."""
+    start = time.perf_counter()
+    losses = list(train(trainer, batches, rate, steps=steps))
+    return time.perf_counter() - start, losses[:: max(1, steps // 200)]
+
+
 def stacked(batches: Iterable[Batch]) -> Batch:
     found = list(batches)
     return {name: np.stack([batch[name] for batch in found]) for name in found[0]}

@@ -9,7 +9,6 @@ import functools
 import itertools
 import math
 import statistics
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +19,7 @@ import scipy.stats
 from .. import text
 from ..gpt2_training import CONFIGS
 from ..results import Results, Row
-from ..training import Batch, Trainer, next_token, stacked, train
+from ..training import Batch, Trainer, next_token, stacked, timed
 
 RATE = 6e-4
 SEEDS = (0, 1, 2)
@@ -32,8 +31,7 @@ CONFIDENCE = 0.95
 def run(results: Results, quick: bool) -> None:
     lengths, tokens, steps, validated = ((64, 256), 512, 3, 1024) if quick else ((1024, 4096), TOKENS, STEPS, 2**22)
     seeds = SEEDS[:2] if quick else SEEDS
-    files = text.sources(200 if quick else None)
-    training, held_out = text.tokens(files, False), text.tokens(files, True)
+    training, held_out = text.training_and_held_out(quick)
 
     @functools.cache
     def compiled(length: int) -> Trainer:
@@ -51,10 +49,8 @@ def run(results: Results, quick: bool) -> None:
         trainer.restart(seed)
         if learned is not None:
             trainer.weights = jax.tree.map(lambda new, old: np.resize(old, new.shape), trainer.weights, learned)
-        start = time.perf_counter()
-        losses = list(train(trainer, batches_of(length, seed, stage), RATE, steps=steps))
-        seconds = time.perf_counter() - start
-        return {"length": length, "seconds_a_step": seconds / steps, "training": losses[:: max(1, steps // 200)]}
+        seconds, losses = timed(trainer, batches_of(length, seed, stage), RATE, steps)
+        return {"length": length, "seconds_a_step": seconds / steps, "training": losses}
 
     def test(length: int) -> Row:
         stretches = text.stretches(held_out, tokens // length, length, validated)

@@ -23,8 +23,7 @@ def run(results: Results, quick: bool) -> None:
     length, batch, steps, every, validated = (
         (64, 2, 10, 5, 1024) if quick else (1024, TOKENS // 1024, 1000, EVERY, 2**19)
     )
-    files = text.sources(200 if quick else None)
-    training, held_out = text.tokens(files, False), text.tokens(files, True)
+    training, held_out = text.training_and_held_out(quick)
     config = dataclasses.replace(
         CONFIGS["tiny" if quick else "small"], grid=(length,), vocabulary=text.VOCABULARY, dropout=0.0
     )

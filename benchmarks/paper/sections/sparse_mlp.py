@@ -7,14 +7,13 @@ and a low-rank term of its blocks, in the attention matrix and in the weights of
 import dataclasses
 import functools
 import itertools
-import time
 from collections.abc import Iterator
 
 from .. import text
 from ..gpt2_training import CONFIGS
 from ..models import Config
 from ..results import Results, Row
-from ..training import Batch, Trainer, next_token, stacked, train
+from ..training import Batch, Trainer, next_token, stacked, timed
 from .gpt2_context import mean_and_spread
 
 RATE = 6e-4
@@ -27,8 +26,7 @@ MODELS = ("dense", "sparse")
 def run(results: Results, quick: bool) -> None:
     length, tokens, steps, validated = (256, 512, 3, 1024) if quick else (LENGTH, TOKENS, STEPS, 2**22)
     seeds = SEEDS[:2] if quick else SEEDS
-    files = text.sources(200 if quick else None)
-    training, held_out = text.tokens(files, False), text.tokens(files, True)
+    training, held_out = text.training_and_held_out(quick)
 
     def config_of(model: str) -> Config:
         config = dataclasses.replace(CONFIGS["tiny" if quick else "medium"], grid=(length,), vocabulary=text.VOCABULARY)
@@ -48,15 +46,13 @@ def run(results: Results, quick: bool) -> None:
     def row_of(model: str, seed: int) -> Row:
         trainer = compiled(model)
         trainer.restart(seed)
-        start = time.perf_counter()
-        losses = list(train(trainer, batches_of(seed), RATE, steps=steps))
-        seconds = time.perf_counter() - start
+        seconds, losses = timed(trainer, batches_of(seed), RATE, steps)
         stretches = text.stretches(held_out, tokens // length, length, validated)
         return {
             "model": model,
             "parameters": trainer.parameters,
             "tokens_per_second": steps * tokens / seconds,
-            "training": losses[:: max(1, steps // 200)],
+            "training": losses,
             "held_out": trainer.mean_loss({"tokens": rows} for rows in stretches),
         }
 

@@ -116,21 +116,16 @@ NB_MODULE(_native, module) {
   module.def(
       "operands",
       [] {
+        constexpr const char* kRoles[] = {"scores", "values", "once a row"};
         std::vector<std::tuple<std::string, std::string, bool, std::string, std::string>> operands;
-        for (const jax_flash::ArrayDeclaration& x : jax_flash::DeclaredOperands())
-          operands.emplace_back(x.name, x.dims, x.broadcast, x.gradient, x.gradient_dims);
+        for (const jax_flash::OperandDeclaration& x : jax_flash::DeclaredOperands())
+          operands.emplace_back(x.name, x.dims, x.broadcast, x.gradient, x.gradient.empty() ? "" : kRoles[int(x.role)]);
         return operands;
       },
-      "The operands of all custom calls: the name, the dims (a letter each), whether dims may have size 1, and name "
-      "and dims of the gradient (empty: none).");
-  module.def(
-      "results",
-      [] {
-        std::vector<std::pair<std::string, std::string>> results;
-        for (const jax_flash::ArrayDeclaration& x : jax_flash::DeclaredResults()) results.emplace_back(x.name, x.dims);
-        return results;
-      },
-      "The arrays of custom calls that are not in `operands`, without gradients: names and dims.");
+      "The operands of all custom calls: the name, the dims (a letter each), whether dims may have size 1, the name "
+      "of the gradient (empty: none), and what the operand affects.");
+  module.def("results", &jax_flash::DeclaredResults,
+             "The arrays of custom calls that are not in `operands`, without gradients: names and dims.");
   module.def(
       "array_bytes",
       [](std::string_view problem, bool backward) { return jax_flash::BytesOfArrays(Decoded(problem), backward); },

@@ -105,7 +105,8 @@ def explain(plain: Problem, pair: Pair, pass_: str) -> jax_flash.Explanation:
     given = inputs | arrays | jax.eval_shape(lambda: more_arrays(plain, pair)) | attention.options(problem)
     described = jax_flash.Problem.of(**given)
     if pass_ == "backward":
-        described = dataclasses.replace(described, dq=True, dk=True, dv=True, dbias=problem.dbias, dsinks=problem.sinks)
+        requested = ("dq", "dk", "dv", *["dbias"] * problem.dbias, *["dsinks"] * problem.sinks)
+        described = dataclasses.replace(described, requested=requested)
     return jax_flash.explain(described, pass_ == "backward")
 
 

@@ -18,35 +18,30 @@ int64_t SizeOf(DType dtype) {
 
 }  // namespace
 
-std::vector<ArrayDeclaration> DeclaredOperands() {
+std::vector<OperandDeclaration> DeclaredOperands() {
   const Problem p;
 #define ENTRY(type, name, dtype, dims, there) \
-  {#name, dims, std::is_same_v<std::decay_t<decltype(there)>, Extent>, "", ""},
-  std::vector<ArrayDeclaration> operands = {JAX_FLASH_OPERANDS(ENTRY)};
-  const auto add_gradient = [&](std::string_view operand, const char* name, const char* dims) {
-    for (ArrayDeclaration& x : operands) {
-      if (x.name == operand) x.gradient = name, x.gradient_dims = dims;
+  {#name, dims, std::is_same_v<std::decay_t<decltype(there)>, Extent>, "", Role::kScores},
+  std::vector<OperandDeclaration> declared = {JAX_FLASH_OPERANDS(ENTRY)};
+#undef ENTRY
+  const auto add_gradient = [&](std::string_view operand, const char* gradient, Role role) {
+    for (OperandDeclaration& x : declared) {
+      if (x.name == operand) x.gradient = gradient, x.role = role;
     }
   };
-#define ADD(operand, name, dtype, dims, there) add_gradient(#operand, #name, dims);
-  JAX_FLASH_GRADIENTS(ADD)
+#define ADD(operand, gradient, role, ...) add_gradient(#operand, #gradient, role);
+  JAX_FLASH_DERIVATIVES(ADD)
 #undef ADD
-  return operands;
+  return declared;
 }
 
-std::vector<ArrayDeclaration> DeclaredResults() {
-  const Problem p;
-#define TANGENT(operand, name, dtype, dims, there) ENTRY(void, name, dtype, dims, there)
-  return {JAX_FLASH_FORWARD_RESULTS(ENTRY) JAX_FLASH_COTANGENTS(ENTRY) JAX_FLASH_TANGENTS(TANGENT)
+std::vector<std::pair<std::string, std::string>> DeclaredResults() {
+#define ENTRY(type, name, dtype, dims, there) {#name, dims},
+#define TANGENT(operand, ...) {#operand "_tangent", operands::operand::kDims},
+  return {JAX_FLASH_FORWARD_RESULTS(ENTRY) JAX_FLASH_COTANGENTS(ENTRY) JAX_FLASH_DERIVATIVES(TANGENT)
               JAX_FLASH_TANGENT_RESULTS(ENTRY)};
 #undef TANGENT
 #undef ENTRY
-}
-
-bool HasGradientPerRow(const Problem& p) {
-#define PER_ROW(operand, name, dtype, dims, there) || (p.name && std::string_view(dims) == "BNT")
-  return false JAX_FLASH_GRADIENTS(PER_ROW);
-#undef PER_ROW
 }
 
 int64_t BytesOfArrays(const Problem& p, bool backward) {
@@ -56,12 +51,14 @@ int64_t BytesOfArrays(const Problem& p, bool backward) {
     if (extent.present) bytes += p.elements(dims, extent) * size;
   };
 #define ADD(type, name, dtype, dims, there) add(dims, ExtentOf(there), SizeOf<type>(dtype));
-#define ADD_GRADIENT(operand, name, dtype, dims, there) add(dims, ExtentOf(there), BytesOf(dtype));
+#define ADD_GRADIENT(operand, gradient, role, dtype, tangent_dtype) \
+  if (p.gradient)                                                   \
+    add(GradientDims(role, operands::operand::kDims), GradientExtent(role, operands::operand::Of(p)), BytesOf(dtype));
   JAX_FLASH_OPERANDS(ADD)
   JAX_FLASH_FORWARD_RESULTS(ADD)
   if (backward) {
     JAX_FLASH_COTANGENTS(ADD)
-    JAX_FLASH_GRADIENTS(ADD_GRADIENT)
+    JAX_FLASH_DERIVATIVES(ADD_GRADIENT)
   }
 #undef ADD
 #undef ADD_GRADIENT

@@ -168,7 +168,11 @@ Cotangents Buffers::TakeCotangents() {
 BackwardResults Buffers::TakeBackwardResults(DType dbias_dtype) {
   const Problem& p = p_;
   BackwardResults results;
-  JAX_FLASH_GRADIENTS(TAKE_RESULT)
+#define TAKE_GRADIENT(operand, gradient, role, dtype, tangent_dtype)                        \
+  results.gradient = Result(#gradient, dtype, GradientDims(role, operands::operand::kDims), \
+                            p.gradient ? GradientExtent(role, operands::operand::Of(p)) : Extent());
+  JAX_FLASH_DERIVATIVES(TAKE_GRADIENT)
+#undef TAKE_GRADIENT
   for (size_t i = 0; i < p.captured.size(); ++i) {
     if (!p.captured[i].gradient) continue;
     results.captured[i] = Result(NameOf("dcaptured", i), p.accumulation_dtype(), DimsOf(p.captured[i]));
@@ -180,8 +184,10 @@ Tangents Buffers::TakeTangents() {
   const Problem& p = p_;
   Tangents given;
   JAX_FLASH_FORWARD_RESULTS(TAKE_OPERAND)
-#define TAKE_TANGENT(operand, name, dtype, dims, there) TAKE_OPERAND(void, name, dtype, dims, there)
-  JAX_FLASH_TANGENTS(TAKE_TANGENT)
+#define TAKE_TANGENT(operand, gradient, role, dtype, tangent_dtype)              \
+  TAKE_OPERAND(void, operand##_tangent, tangent_dtype, operands::operand::kDims, \
+               p.operand##_tangent ? operands::operand::Of(p) : Extent())
+  JAX_FLASH_DERIVATIVES(TAKE_TANGENT)
 #undef TAKE_TANGENT
   return given;
 }

@@ -18,14 +18,17 @@ struct Field {
 
   std::string_view name;
   std::variant<Of<int64_t>, Of<double>, Of<bool>, Of<DType>, Of<Extent>, Of<WindowSize>, Of<std::vector<Captured>>,
-               Of<Program>>
+               Of<Program>, Of<RequestedGradients>, Of<MovingOperands>>
       member;
 };
 
 #define ENTRY(type, name, value) {#name, +[](Problem* p) { return &p->name; }},
 #define MASK_ENTRY(type, name, value) {"mask." #name, +[](Problem* p) { return &p->mask.name; }},
 #define SCORE_ENTRY(type, name, value) {"score." #name, +[](Problem* p) { return &p->score.name; }},
-constexpr Field kFields[] = {JAX_FLASH_PROBLEM(ENTRY) JAX_FLASH_MASK(MASK_ENTRY) JAX_FLASH_SCORE(SCORE_ENTRY)};
+constexpr Field kFields[] = {
+    JAX_FLASH_PROBLEM(ENTRY){"requested", +[](Problem* p) -> RequestedGradients* { return p; }},
+    {"moving", +[](Problem* p) -> MovingOperands* { return p; }},
+    JAX_FLASH_MASK(MASK_ENTRY) JAX_FLASH_SCORE(SCORE_ENTRY)};
 #undef ENTRY
 #undef MASK_ENTRY
 #undef SCORE_ENTRY
@@ -68,6 +71,40 @@ bool Parse(std::string_view text, WindowSize* value) {
   const size_t comma = text.find(',');
   return comma != text.npos && ParseInteger(text.substr(0, comma), &value->left) &&
          ParseInteger(text.substr(comma + 1), &value->right);
+}
+
+// Different names with commas between them, or "none". `flag` returns the flag of a name, or null.
+template <typename FlagOf>
+bool ParseNames(std::string_view text, FlagOf flag) {
+  if (text == "none") return true;
+  for (;;) {
+    const size_t comma = text.find(',');
+    bool* const named = flag(text.substr(0, comma));
+    if (named == nullptr || *named) return false;
+    *named = true;
+    if (comma == text.npos) return true;
+    text.remove_prefix(comma + 1);
+  }
+}
+
+bool Parse(std::string_view text, RequestedGradients* value) {
+  return ParseNames(text, [value](std::string_view name) -> bool* {
+#define FIND(operand, gradient, ...) \
+  if (name == #gradient) return &value->gradient;
+    JAX_FLASH_DERIVATIVES(FIND)
+#undef FIND
+    return nullptr;
+  });
+}
+
+bool Parse(std::string_view text, MovingOperands* value) {
+  return ParseNames(text, [value](std::string_view name) -> bool* {
+#define FIND(operand, ...) \
+  if (name == #operand) return &value->operand##_tangent;
+    JAX_FLASH_DERIVATIVES(FIND)
+#undef FIND
+    return nullptr;
+  });
 }
 
 // The instructions are decoded after all fields are read.
@@ -116,14 +153,6 @@ bool AtLeast(const T&, const T&) {
   return true;
 }
 
-bool HasOperand(const Problem& p, std::string_view operand) {
-#define FIND(type, name, dtype, dims, there) \
-  if (operand == #name) return ExtentOf(there).present;
-  JAX_FLASH_OPERANDS(FIND)
-#undef FIND
-  return false;
-}
-
 // Returns an error if values are invalid, although they could be parsed.
 std::string Check(Problem* problem) {
   const Problem& p = *problem;
@@ -137,20 +166,22 @@ std::string Check(Problem* problem) {
   if (p.score.bias.present != (p.score.bias_dtype != DType::kNone)) return "bias and bias_dtype disagree";
   if ((p.page > 0) != (p.pages > 0)) return "pages without keys";
   if (p.page > 0 && (p.page % kPageStep != 0 || p.kv_len % p.page != 0)) return "kv_len is not a multiple of page";
-#define REQUESTED(operand, name, ...) || p.name
-  if (p.page > 0 && (p.captured_gradients() JAX_FLASH_GRADIENTS(REQUESTED))) return "pages have no gradients";
+#define REQUESTED(operand, gradient, ...) || p.gradient
+  if (p.page > 0 && (p.captured_gradients() JAX_FLASH_DERIVATIVES(REQUESTED))) return "pages have no gradients";
 #undef REQUESTED
   if (p.page > 0 && p.tangent()) return "pages have no tangents";
   if (p.latent && p.v_dim > p.qk_dim) return "a latent is shorter than its value";
-#define REQUESTED(operand, name, ...) || p.name
-  if (p.latent && (p.captured_gradients() || p.tangent() JAX_FLASH_GRADIENTS(REQUESTED))) {
+#define REQUESTED(operand, gradient, ...) || p.gradient
+  if (p.latent && (p.captured_gradients() || p.tangent() JAX_FLASH_DERIVATIVES(REQUESTED))) {
     return "latent is only for the forward";
   }
 #undef REQUESTED
-#define CHECK(operand, name, ...) \
-  if (p.name && !HasOperand(p, #operand)) return #name " without " #operand;
-  JAX_FLASH_GRADIENTS(CHECK)
-  JAX_FLASH_TANGENTS(CHECK)
+#define CHECK(operand, gradient, ...)                                      \
+  if (!operands::operand::Of(p).present) {                                 \
+    if (p.gradient) return #gradient " without " #operand;                 \
+    if (p.operand##_tangent) return #operand "_tangent without " #operand; \
+  }
+  JAX_FLASH_DERIVATIVES(CHECK)
 #undef CHECK
   if (p.page > 0 && (p.score.bias.present || p.mask.array.present || p.mask.block_mask.present || p.mask.segment_ids ||
                      p.mask.ranges || p.dropout())) {
@@ -163,11 +194,11 @@ std::string Check(Problem* problem) {
     if (p.mask.block_mask.present ? size <= 0 || size % 16 != 0 : size != 0)
       return "a block size is not a multiple of 16";
   }
-  if (p.mask.block_mask.present && std::min(p.mask.row_list, p.mask.column_list) < kListHeader) {
+  if (p.mask.block_mask.present && std::min(p.mask.row_list_size, p.mask.column_list_size) < kListHeader) {
     return "a list of the block mask is too small";
   }
   for (const int64_t size :
-       {p.mask.q_block, p.mask.kv_block, p.mask.element_masks, p.mask.row_list, p.mask.column_list}) {
+       {p.mask.q_block, p.mask.kv_block, p.mask.element_masks, p.mask.row_list_size, p.mask.column_list_size}) {
     if (size > std::numeric_limits<int32_t>::max()) return "a size of the block mask has more than 31 bits";
   }
   const std::string too_large = "an array has more than 2^52 elements: ";
@@ -218,10 +249,10 @@ int64_t Problem::size(char dim, const Extent& extent) const {
                                             {'K', kv_heads},
                                             {'D', qk_dim},
                                             {'E', v_dim},
-                                            {'R', mask.row_list},
+                                            {'R', mask.row_list_size},
                                             {'G', pages},
                                             {'A', page},
-                                            {'C', mask.column_list},
+                                            {'C', mask.column_list_size},
                                             {'P', mask.element_masks},
                                             {'Q', mask.q_block}};
   for (const auto& [letter, size] : sizes) {
@@ -252,6 +283,30 @@ Extent Problem::mask_mod_extent() const {
     extent.columns |= x.op == Op::key;
   }
   return extent;
+}
+
+bool Problem::tangent() const {
+#define MOVES(operand, ...) || operand##_tangent
+  return score.score_tangent.present() JAX_FLASH_DERIVATIVES(MOVES);
+#undef MOVES
+}
+
+bool Problem::scores_move() const {
+#define MOVES(operand, gradient, role, ...) || (role == Role::kScores && operand##_tangent)
+  return score.score_tangent.present() JAX_FLASH_DERIVATIVES(MOVES);
+#undef MOVES
+}
+
+bool Problem::needs_ds() const {
+#define REQUESTED(operand, gradient, role, ...) || (role == Role::kScores && gradient)
+  return captured_gradients() JAX_FLASH_DERIVATIVES(REQUESTED);
+#undef REQUESTED
+}
+
+bool Problem::gradients_of_rows() const {
+#define REQUESTED(operand, gradient, role, ...) || (role == Role::kOnceARow && gradient)
+  return false JAX_FLASH_DERIVATIVES(REQUESTED);
+#undef REQUESTED
 }
 
 const Captured* Problem::captured_arrays() const { return captured.data(); }
@@ -298,8 +353,16 @@ std::string Decode(std::string_view text, Problem* problem) {
 
 std::vector<std::pair<std::string, std::string>> ProblemFields() {
   // The names of the types of Field::member.
-  constexpr const char* kTypes[] = {
-      "int", "float", "bool", "str", "Extent | None", "WindowSize", "tuple[Captured, ...]", "Program | None"};
+  constexpr const char* kTypes[] = {"int",
+                                    "float",
+                                    "bool",
+                                    "str",
+                                    "Extent | None",
+                                    "WindowSize",
+                                    "tuple[Captured, ...]",
+                                    "Program | None",
+                                    "tuple[str, ...]",
+                                    "tuple[str, ...]"};
   std::vector<std::pair<std::string, std::string>> fields;
   for (const Field& field : kFields) fields.emplace_back(field.name, kTypes[field.member.index()]);
   return fields;

@@ -13,6 +13,7 @@
 #include "common/blocks.h"
 #include "common/dtype.h"
 #include "common/program.h"
+#include "common/tables.h"
 
 namespace jax_flash {
 
@@ -38,7 +39,7 @@ struct WindowSize {
 };
 
 // The tables below list every field in the order of Python's classes, FIELD(type, name, default). The default of a
-// number is also its minimum.
+// number is also its minimum. Python computes the first field of a problem.
 
 // Which entries of the score matrix are visible (Mask in jax_flash/masks.py).
 #define JAX_FLASH_MASK(FIELD)                                                                                  \
@@ -54,8 +55,8 @@ struct WindowSize {
   FIELD(int64_t, q_block, 0)    /* size of a block, multiples of 16 */                                         \
   FIELD(int64_t, kv_block, 0)                                                                                  \
   FIELD(int64_t, element_masks, 0) /* masks of partial blocks, for each batch entry */                         \
-  FIELD(int64_t, row_list, 0)      /* sizes of the lists of blocks */                                          \
-  FIELD(int64_t, column_list, 0)                                                                               \
+  FIELD(int64_t, row_list_size, 0) /* sizes of the lists of blocks */                                          \
+  FIELD(int64_t, column_list_size, 0)                                                                          \
   FIELD(Program, mask_mod, {})
 
 // Operations on a score, in this order: cap, bias, program (Score in jax_flash/scores.py).
@@ -68,13 +69,14 @@ struct WindowSize {
   FIELD(Program, score_tangent, {}) /* tangent only: the tangent of score_mod */
 
 #define JAX_FLASH_PROBLEM(FIELD)                                                                                      \
-  FIELD(int64_t, batch, 0)    /* B */                                                                                 \
-  FIELD(int64_t, q_len, 0)    /* T */                                                                                 \
-  FIELD(int64_t, kv_len, 0)   /* S */                                                                                 \
-  FIELD(int64_t, q_heads, 0)  /* N */                                                                                 \
-  FIELD(int64_t, kv_heads, 0) /* K, divides N: query head n reads key/value head n / (N / K) */                       \
-  FIELD(int64_t, qk_dim, 0)   /* D */                                                                                 \
-  FIELD(int64_t, v_dim, 0)    /* E */                                                                                 \
+  FIELD(bool, may_empty_rows, false) /* may a row see no key, with l = 0? */                                          \
+  FIELD(int64_t, batch, 0)           /* B */                                                                          \
+  FIELD(int64_t, q_len, 0)           /* T */                                                                          \
+  FIELD(int64_t, kv_len, 0)          /* S */                                                                          \
+  FIELD(int64_t, q_heads, 0)         /* N */                                                                          \
+  FIELD(int64_t, kv_heads, 0)        /* K, divides N: query head n reads key/value head n / (N / K) */                \
+  FIELD(int64_t, qk_dim, 0)          /* D */                                                                          \
+  FIELD(int64_t, v_dim, 0)           /* E */                                                                          \
   FIELD(DType, dtype, DType::kNone)                                                                                   \
   FIELD(Extent, sinks, {})                   /* an extra logit in the softmax of each row; by batch entry and head */ \
   FIELD(bool, origin, false)                 /* an offset of rows and keys in dropout and programs */                 \
@@ -86,17 +88,7 @@ struct WindowSize {
   FIELD(bool, full_precision, false)         /* f32 only: no TF32 */                                                  \
   FIELD(bool, deterministic, false)          /* backward: bitwise reproducible gradients */                           \
   FIELD(bool, unrounded, false)              /* o and dq have the accumulation dtype */                               \
-  FIELD(bool, dlogsumexp, false)             /* backward only: an operand, the cotangent of m + log ℓ, */             \
-  FIELD(bool, dq, false)                     /* and the requested results */                                          \
-  FIELD(bool, dk, false)                                                                                              \
-  FIELD(bool, dv, false)                                                                                              \
-  FIELD(bool, dbias, false)                                                                                           \
-  FIELD(bool, dsinks, false)                                                                                          \
-  FIELD(bool, query_tangent, false) /* tangent only: operands */                                                      \
-  FIELD(bool, key_tangent, false)                                                                                     \
-  FIELD(bool, value_tangent, false)                                                                                   \
-  FIELD(bool, bias_tangent, false)                                                                                    \
-  FIELD(bool, sinks_tangent, false)
+  FIELD(bool, dlogsumexp, false)             /* backward only: an operand, the cotangent of m + log ℓ */
 
 #define JAX_FLASH_MEMBER(type, name, value) type name = value;
 struct Mask {
@@ -107,7 +99,22 @@ struct Score {
   JAX_FLASH_SCORE(JAX_FLASH_MEMBER)
 };
 
-struct Problem {
+// The gradients that a backward computes: bool dq, dk, …
+struct RequestedGradients {
+#define JAX_FLASH_FLAG(operand, gradient, ...) bool gradient = false;
+  JAX_FLASH_DERIVATIVES(JAX_FLASH_FLAG)
+#undef JAX_FLASH_FLAG
+};
+
+// The operands with a tangent in a tangent pass: bool query_tangent, key_tangent, …
+struct MovingOperands {
+#define JAX_FLASH_FLAG(operand, ...) bool operand##_tangent = false;
+  JAX_FLASH_DERIVATIVES(JAX_FLASH_FLAG)
+#undef JAX_FLASH_FLAG
+};
+
+// In the text and in Python, the bases are the fields `requested` and `moving`, after the other fields.
+struct Problem : RequestedGradients, MovingOperands {
   JAX_FLASH_PROBLEM(JAX_FLASH_MEMBER)
   Mask mask;
   Score score;
@@ -123,9 +130,9 @@ struct Problem {
   // The dtype of dbias on a GPU: the dtype of the bias if it has 16 bits.
   DType dbias_dtype() const { return BytesOf(score.bias_dtype) == 2 ? score.bias_dtype : DType::kF32; }
   // The size of a dim, by its letter; 1 if the array is broadcast over it. Letters stand for the sizes above. The
-  // others are U and V for block_rows and block_columns, G for pages, A for page, M for pages_of_entry, R for row_list,
-  // C for column_list, P for element_masks, Q for q_block, W for element_words, X for the 2 words of a seed, and 1 for
-  // 1.
+  // others are U and V for block_rows and block_columns, G for pages, A for page, M for pages_of_entry, R for
+  // row_list_size, C for column_list_size, P for element_masks, Q for q_block, W for element_words, X for the 2 words
+  // of a seed, and 1 for 1.
   int64_t size(char dim, const Extent& extent) const;
   // The number of elements of an array with these dims.
   int64_t elements(const char* dims, const Extent& extent) const;
@@ -137,25 +144,16 @@ struct Problem {
   int64_t q_len_in_blocks() const { return mask.block_mask.present ? block_rows() * mask.q_block : q_len; }
   int64_t kv_len_in_blocks() const { return mask.block_mask.present ? block_columns() * mask.kv_block : kv_len; }
   bool dropout() const { return drop_threshold > 0; }
-  // Can a row be empty, with l = 0? Otherwise every row sees the first key, or with a window the key at its own
-  // position or the last key. Problem.may_empty_rows in Python is equal, but also supports symbolic sizes.
-  bool may_empty_rows() const {
-    const WindowSize& window = mask.local_window_size;
-    const bool beyond_keys = window.left >= 0 && window.left < q_len - kv_len;  // the window of the last row
-    const bool unknown_positions = mask.query_offset && (mask.is_causal || window.present());
-    return beyond_keys || unknown_positions || mask.ranges || mask.query_seq_lengths || mask.key_value_seq_lengths ||
-           mask.segment_ids || mask.array.present || mask.block_mask.present || score.bias.present || programs();
-  }
   // The elements of `captured` and their number, without standard library functions, for the CPU kernels.
   const Captured* captured_arrays() const;
   int64_t captured_count() const;
-  // Tangent: do the scores have one?
-  bool scores_move() const { return query_tangent || key_tangent || bias_tangent || score.score_tangent.present(); }
-  // Is this the problem of a tangent?
-  bool tangent() const { return scores_move() || value_tangent || sinks_tangent; }
+  // Is this the problem of a tangent? Do its scores have one?
+  bool tangent() const;
+  bool scores_move() const;
   bool programs() const { return score.score_mod.present() || mask.mask_mod.present(); }
-  // Backward: does any requested gradient depend on dS?
-  bool needs_ds() const { return dq || dk || dbias || captured_gradients(); }
+  // Backward: does any requested gradient depend on dS? Do rows contribute to any?
+  bool needs_ds() const;
+  bool gradients_of_rows() const;
   // The dimensions that the result of mask_mod depends on.
   Extent mask_mod_extent() const;
   bool captured_gradients() const {
@@ -165,8 +163,8 @@ struct Problem {
   double keep_scale() const { return 32768.0 / double(32768 - drop_threshold); }
 };
 
-// Parses "version=8 batch=2 ... mask.is_causal=1 ... score.bias=b1ts ...". Every field must occur exactly once, and no
-// others. Returns an error, or an empty string.
+// Parses "version=10 batch=2 ... requested=dq,dk moving=none mask.is_causal=1 ... score.bias=b1ts ...". Every field
+// must occur exactly once, and no others. Returns an error, or an empty string.
 std::string Decode(std::string_view text, Problem* problem);
 
 // The names of the fields and their Python types ("int", "float", "bool", "str", "Extent | None", "Program | None", …).

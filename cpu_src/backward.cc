@@ -85,9 +85,6 @@ A* ComputeD(const Problem& p, const Operands& in, const Cotangents& given, const
   return d;
 }
 
-// The number of rows of S that are processed at a time: few, so they stay in the L1 cache.
-constexpr int64_t kScoredRows = 8;
-
 // The inner steps for one batch entry, with one worker's scratch.
 template <typename A>
 struct Backpropagation {
@@ -405,7 +402,7 @@ void Backward(const Problem& p, const Operands& in, const Cotangents& given, con
               Workers& workers) {
   const WorkSplit division = Divide<A>(p, in, out, workers);
   const CapturedGradients<A> captured(p, in, out, division, workers);
-  const A* d = p.needs_ds() || HasGradientPerRow(p) ? ComputeD<A>(p, in, given, out, workers) : nullptr;
+  const A* d = p.needs_ds() || p.gradients_of_rows() ? ComputeD<A>(p, in, given, out, workers) : nullptr;
   if ((p.dq || p.dk || p.dv || captured.requested()) && p.kv_heads > 0) {
     BackwardQKV<A>(p, in, given, out, d, division, captured, workers);
   }

@@ -27,6 +27,9 @@ struct HeadOffset {
   int64_t At(int64_t i, int64_t j) const { return start + i * row_stride + j * column_stride; }
 };
 
+// The number of rows of S that derivatives process at a time: few, so they stay in the L1 cache.
+constexpr int64_t kScoredRows = 8;
+
 // Values from the forward that derivatives need: dC/dX = 1 - (C / cap)^2, and the argument of score_mod.
 template <typename A>
 struct Trace {

@@ -14,9 +14,6 @@
 namespace jax_flash::JAX_FLASH_ISA {
 namespace {
 
-// The number of rows of S that are processed at a time: few, so they stay in the L1 cache.
-constexpr int64_t kScoredRows = 8;
-
 // A tile of Q and its running results. P is not divided by l yet.
 template <typename A>
 struct QueryTile {

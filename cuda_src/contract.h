@@ -86,7 +86,7 @@ JAX_FLASH_STATIC_HOST_DEVICE constexpr SoftCap SoftCapOf(double cap) {
   FIELD(bool, captured_gradients, main&& p.captured_gradients())                  \
   FIELD(bool, full_precision, p.dtype == DType::kF32 && p.full_precision)         \
   FIELD(bool, sinks, p.sinks.present)                                             \
-  FIELD(bool, empty_rows, backward&& p.may_empty_rows())                          \
+  FIELD(bool, empty_rows, backward&& p.may_empty_rows)                            \
   FIELD(bool, unrounded, p.output_dtype() != p.dtype) /* o and dq are f32 */      \
   FIELD(bool, dlogsumexp, backward&& p.dlogsumexp)                                \
   FIELD(bool, dq, main&& SumsDQ(p)) /* summed in f32 */                           \
@@ -155,8 +155,8 @@ struct PartsOfTile {
   FIELD(const uint32_t*, element_masks, in.element_masks)                                         \
   FIELD(const uint32_t*, transposed_masks, at(layout.transposed_bits)) /* by key */               \
   FIELD(int, element_mask_count, int(p.mask.element_masks))            /* for each batch entry */ \
-  FIELD(int, row_width, int(p.mask.row_list))                          /* size of a list */       \
-  FIELD(int, column_width, int(p.mask.column_list))                                               \
+  FIELD(int, row_list_size, int(p.mask.row_list_size))                 /* size of a list */       \
+  FIELD(int, column_list_size, int(p.mask.column_list_size))                                      \
   /* Strides in heads between batch entries and between heads; 0: shared. */                      \
   FIELD(int, batch, p.mask.block_mask.batch ? (p.mask.block_mask.heads ? int(p.q_heads) : 1) : 0) \
   FIELD(int, head, p.mask.block_mask.heads)
@@ -276,8 +276,8 @@ struct TangentParams : SinkParams {
 };
 #undef JAX_FLASH_MEMBER
 
-// Do the kernels read an operand (common/arrays.h)? The plan does not compile if an operand is not listed, and refuses
-// calls with an operand that is false here.
+// Do the kernels read an operand, or the tangent of an operand (common/tables.h)? The plan does not compile if one is
+// not listed, and refuses calls with one that is false here.
 namespace reads {
 constexpr bool query = true, key = true, value = true, scale = true, bias = true, mask = true, sinks = true;
 constexpr bool key_pages = true, value_pages = true, page_table = true;
@@ -285,7 +285,14 @@ constexpr bool query_seq_lengths = true, key_value_seq_lengths = true, query_off
 constexpr bool query_segment_ids = true, key_value_segment_ids = true, keys_of_rows = true, rows_of_keys = true;
 constexpr bool blocks = true, row_lists = true, column_lists = true, element_masks = true;
 constexpr bool seed = true, batch_id = true, head_id = true, program_batch = true, program_head = true;
+constexpr bool query_tangent = true, key_tangent = true, value_tangent = true, bias_tangent = true;
+constexpr bool sinks_tangent = true;
 }  // namespace reads
+
+// Do the kernels compute a gradient? The same for these.
+namespace writes {
+constexpr bool dq = true, dk = true, dv = true, dbias = true, dsinks = true;
+}  // namespace writes
 
 // A CUtensorMap of a [batch, time, heads, dim] array, with swizzled boxes of rows of kBoxBytes.
 struct alignas(64) TensorMap {

@@ -313,9 +313,12 @@ void ExecuteBackward(const Problem& p, const Loaded& loaded, void* stream, Buffe
   }
   if (NothingToCompute(p)) {
     const DType dbias_dtype = p.dbias_dtype();
-#define ZERO(operand, name, dtype, dims, there) \
-  Zero(results.name, p.elements(dims, ExtentOf(there)) * BytesOf(dtype), stream);
-    JAX_FLASH_GRADIENTS(ZERO)
+#define ZERO(operand, gradient, role, dtype, tangent_dtype)                                                       \
+  Zero(results.gradient,                                                                                          \
+       p.elements(GradientDims(role, operands::operand::kDims), GradientExtent(role, operands::operand::Of(p))) * \
+           BytesOf(dtype),                                                                                        \
+       stream);
+    JAX_FLASH_DERIVATIVES(ZERO)
 #undef ZERO
     return;
   }

@@ -471,7 +471,7 @@ def _refuse_or_warn(problem: Problem, implementation: Implementation | None) -> 
 def _refused_on_gpu(problem: Problem) -> str | None:
     """Return why a GPU has no kernels for the forward or for a backward that may follow, or None if it has."""
     refusal = custom_calls.refusal(problem, "cuda")
-    if refusal or not problem.captured:  # only gradients of captured arrays can make a backward unsupported
+    if refusal or not problem.differentiable:
         return refusal
     return custom_calls.refusal(problem.differentiated(problem.differentiable), "cuda")
 

@@ -69,7 +69,7 @@ def backward(
         return Backward(l, m, d if dlogsumexp is None else d - dlogsumexp, {})
     sums = _with_sink(operands.sinks, l, m)
     gradients = {}
-    if problem.dsinks:
+    if "dsinks" in problem.requested:
         gradients["dsinks"] = summed_over_rows(-tile.divide(sums.sink, sums.l) * d, operands.sinks)
     if dlogsumexp is not None:
         # The logsumexp does not include the sink, so its derivative is P times the ratio of the denominators with and

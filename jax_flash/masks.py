@@ -52,8 +52,8 @@ class Mask(Description):
     q_block: int = 0  # number of queries in a block
     kv_block: int = 0
     element_masks: int = 0  # P, the number of element masks
-    row_list: int = 0  # 2 + W, the length of a list
-    column_list: int = 0
+    row_list_size: int = 0  # 2 + W, the length of a list
+    column_list_size: int = 0
     mask_mod: Program | None = None
 
     @classmethod
@@ -64,8 +64,8 @@ class Mask(Description):
             q_block=q_block,
             kv_block=kv_block,
             element_masks=arrays["element_masks"].shape[1] if "element_masks" in arrays else 0,
-            row_list=arrays["row_lists"].shape[-1],
-            column_list=arrays["column_lists"].shape[-1],
+            row_list_size=arrays["row_lists"].shape[-1],
+            column_list_size=arrays["column_lists"].shape[-1],
         )
 
     def __and__(self, other: Mask) -> Mask:
@@ -245,8 +245,8 @@ class Mask(Description):
             "row_lists": block_sparse.block_lists(blocks),
             "column_lists": block_sparse.block_lists(jnp.swapaxes(blocks, -1, -2)),
         }
-        row_list, column_list = (x.shape[-1] for x in lists.values())
-        mask = dataclasses.replace(self, row_list=row_list, column_list=column_list)
+        row_list_size, column_list_size = (x.shape[-1] for x in lists.values())
+        mask = dataclasses.replace(self, row_list_size=row_list_size, column_list_size=column_list_size)
         return mask, arrays | {"blocks": blocks, **lists}
 
     def _block_shape(self, lengths: Lengths) -> block_sparse.Shape:

@@ -68,12 +68,13 @@ class Operands(NamedTuple):
 CAPTURED = tuple(f"captured{i}" for i in range(_native.MAX_CAPTURED))
 DCAPTURED = tuple(f"dcaptured{i}" for i in range(_native.MAX_CAPTURED))
 
-# The tables below follow from the tables in common/arrays.h. `do` has another name there, because it is a C++ keyword.
+# The tables below follow from the tables in common/tables.h. `do` has another name there, because it is a C++ keyword.
 _OPERANDS = _native.operands()
 _RESULTS = [(name.replace("d_o", "do"), dims) for name, dims in _native.results()]
 
 # The operand of each gradient.
 DIFFERENTIATED = {gradient: name for name, _, _, gradient, _ in _OPERANDS if gradient}
+_ROLES = {name: role for name, _, _, _, role in _OPERANDS if role}
 DIFFERENTIATED |= dict(zip(DCAPTURED, CAPTURED, strict=True))
 
 # The dims of each array after its leading dims. T and S are lengths, N and K heads, D and E head dims, and U and V
@@ -89,7 +90,7 @@ DIMS |= {"m_bits": DIMS["m"], "m_bits64": (*DIMS["m"], "1")}  # m as integer wor
 DIMS |= {gradient: DIMS[name] for gradient, name in DIFFERENTIATED.items()}
 
 # The tangent of each operand that may have one, as an operand of the tangent call.
-TANGENTS = {name: f"{name}_tangent" for name in DIMS if f"{name}_tangent" in DIMS and name not in ("o", "l")}
+TANGENTS = {name: f"{name}_tangent" for name in DIFFERENTIATED.values()}
 
 
 def array_of(name: str) -> str:
@@ -107,9 +108,9 @@ BROADCAST = tuple(name for name, _, broadcast, *_ in _OPERANDS if broadcast and 
 SHARED_IN_BATCH = (*((name, f"{name}_tangent") for name in (*BROADCAST, *CAPTURED)), BLOCK_MASK)
 # The gradients of operands that batch entries or heads may share. They are summed, and have the shape of the operand.
 SHARED_GRADIENTS = tuple(gradient for gradient, name in DIFFERENTIATED.items() if name in (*BROADCAST, *CAPTURED))
-# The gradients for which the custom call returns the contributions of rows, [B, N, T]. JAX sums them.
-PER_ROW = tuple(gradient for _, _, _, gradient, dims in _OPERANDS if dims == "BNT")
-# The operands of these gradients, which join each row once, after all keys.
-ONCE_A_ROW = tuple(DIFFERENTIATED[gradient] for gradient in PER_ROW)
+# The operands that join each row once, after all keys. For their gradients, the custom call returns the contributions
+# of rows, [B, N, T]. JAX sums them.
+ONCE_A_ROW = tuple(name for name, role in _ROLES.items() if role == "once a row")
+PER_ROW = tuple(gradient for gradient, name in DIFFERENTIATED.items() if name in ONCE_A_ROW)
 # The operands with a gradient that no score depends on.
-OUTSIDE_SCORES = ("value", *ONCE_A_ROW)
+OUTSIDE_SCORES = tuple(name for name, role in _ROLES.items() if role != "scores")

@@ -17,7 +17,16 @@ from jax.typing import ArrayLike
 from jax_flash import _native, checks
 from jax_flash.description import Description, Extent
 from jax_flash.masks import Mask
-from jax_flash.operands import BROADCAST, CAPTURED, DCAPTURED, DIFFERENTIATED, DIMS, SHARED_GRADIENTS, TANGENTS
+from jax_flash.operands import (
+    BROADCAST,
+    CAPTURED,
+    DCAPTURED,
+    DIFFERENTIATED,
+    DIMS,
+    OUTSIDE_SCORES,
+    SHARED_GRADIENTS,
+    TANGENTS,
+)
 from jax_flash.programs.code import Unsupported
 from jax_flash.programs.program import ALWAYS, SAME_SCORE, Captured, Program, Sizes
 from jax_flash.scores import Score
@@ -58,20 +67,10 @@ class Problem(Description):
     deterministic: bool = False  # the backward gives the same bits in every run
     unrounded: bool = False  # O and dQ have the accumulation dtype: the scale's gradient needs them so
 
-    # Only in a backward: whether dlogsumexp is present, and which gradients are requested
-    dlogsumexp: bool = False
-    dq: bool = False
-    dk: bool = False
-    dv: bool = False
-    dbias: bool = False
-    dsinks: bool = False
-
-    # Only in a tangent: which operands have tangents. `captured` has the captured arrays, then their tangents.
-    query_tangent: bool = False
-    key_tangent: bool = False
-    value_tangent: bool = False
-    bias_tangent: bool = False
-    sinks_tangent: bool = False
+    dlogsumexp: bool = False  # only in a backward: whether the array is present
+    requested: tuple[str, ...] = ()  # only in a backward: the gradients, except of captured arrays; in order
+    # Only in a tangent: the operands with tangents, in order. `captured` has the captured arrays, then their tangents.
+    moving: tuple[str, ...] = ()
 
     mask: Mask = Mask()
     score: Score = Score()
@@ -142,31 +141,32 @@ class Problem(Description):
 
     def with_arrays(self, arrays: Mapping[str, jax.Array]) -> Problem:
         """Return this problem with the batch size, the numbers of heads and the extents of these operands."""
-        bias, mask, sinks = (Extent.of(arrays[name]) if name in arrays else None for name in ("bias", "mask", "sinks"))
+        extents: dict[str, Any] = {name: Extent.of(arrays[name]) if name in arrays else None for name in BROADCAST}
+        bias, mask = extents.pop("bias"), extents.pop("mask")
         blocks = Extent.of_blocks(arrays["blocks"]) if "blocks" in arrays else None
         return dataclasses.replace(
             self,
             batch=arrays["query"].shape[0],
             q_heads=arrays["query"].shape[2],
             kv_heads=arrays["key_pages" if self.page else "key"].shape[2],
-            sinks=sinks,
             mask=dataclasses.replace(self.mask, array=mask, block_mask=blocks),
             score=dataclasses.replace(self.score, bias=bias),
             captured=tuple(
                 x._replace(batch=arrays[name].shape[0] != 1) for name, x in zip(CAPTURED, self.captured, strict=False)
             ),
+            **extents,
         )
 
     def differentiated(self, results: Collection[str], **changes: Any) -> Problem:
         """Return the problem of the backward that computes these gradients, named as in `DIFFERENTIATED`."""
-        flags: dict[str, Any] = {name: name in results for name in DIFFERENTIATED if name not in DCAPTURED}
+        requested = tuple(name for name in DIFFERENTIATED if name in results and name not in DCAPTURED)
         asked = zip(DCAPTURED, self.captured, strict=False)
         captured = tuple(x._replace(gradient=name in self.differentiable & {*results}) for name, x in asked)
         score_mod, score_grad = self.score.score_mod, None
         if score_mod is not None and not score_mod.refusal:
             score_grad = score_mod.gradient(captured, self.accumulation_dtype, self.sizes)
         score = dataclasses.replace(self.score, score_grad=score_grad)
-        return dataclasses.replace(self, latent=False, captured=captured, score=score, **flags, **changes)
+        return dataclasses.replace(self, latent=False, captured=captured, score=score, requested=requested, **changes)
 
     def along(self, moving: Sequence[str]) -> Problem:
         """Return the problem of the tangent along the tangents of these operands.
@@ -183,12 +183,12 @@ class Problem(Description):
         if len(captured) > len(CAPTURED):
             raise Unsupported(f"score_mod captures more arrays than the {len(CAPTURED)} that fit with their tangents")
         score_mod, score_tangent = self.score.score_mod, None
-        if score_mod is not None and not {*moving}.issubset(("value", "sinks")):
+        if score_mod is not None and not {*moving}.issubset(OUTSIDE_SCORES):
             score_tangent = score_mod.tangent(captured, numbers, self.accumulation_dtype, self.sizes)
         score = dataclasses.replace(self.score, score_tangent=score_tangent)
-        flags: dict[str, Any] = {TANGENTS[name]: True for name in moving if name not in CAPTURED}
-        assert flags or score_tangent  # otherwise the problem is a forward's
-        return dataclasses.replace(self, latent=False, captured=captured, score=score, **flags)
+        operands = tuple(name for name in TANGENTS if name in moving and name not in CAPTURED)
+        assert operands or score_tangent  # otherwise the problem is a forward's
+        return dataclasses.replace(self, latent=False, captured=captured, score=score, moving=operands)
 
     @property
     def differentiable(self) -> set[str]:
@@ -203,7 +203,7 @@ class Problem(Description):
     def gradients(self) -> tuple[str, ...]:
         """The names of the requested gradients, in order."""
         captured = [name for name, x in zip(DCAPTURED, self.captured, strict=False) if x.gradient]
-        return (*(name for name in DIFFERENTIATED if name not in DCAPTURED and getattr(self, name)), *captured)
+        return (*self.requested, *captured)
 
     def flops(self, backward: bool = False) -> int:
         """Return the floating point operations of one pass, counted as model FLOPs (the convention of the papers).
@@ -250,7 +250,7 @@ class Problem(Description):
         score = dataclasses.replace(self.score, score_mod=score_mod, score_grad=None, score_tangent=None)
         problem = dataclasses.replace(self, mask=mask, score=score)
         if backward and not self.gradients:
-            problem = dataclasses.replace(problem, latent=False, dq=True, dk=True, dv=True)
+            problem = dataclasses.replace(problem, latent=False, requested=("dq", "dk", "dv"))
         captured = 0
         for x in self.captured:
             itemsize = jnp.dtype(x.dtype).itemsize
@@ -290,7 +290,8 @@ class Problem(Description):
     @property
     def extents(self) -> dict[str, Extent | None]:
         """The extents of the operands in `BROADCAST`."""
-        return {"bias": self.score.bias, "mask": self.mask.array, "sinks": self.sinks}
+        inside = {"bias": self.score.bias, "mask": self.mask.array}
+        return {name: inside[name] if name in inside else getattr(self, name) for name in BROADCAST}
 
     @property
     def symbolic(self) -> dict[str, Any]:
@@ -321,9 +322,9 @@ class Problem(Description):
         return self.accumulation_dtype
 
     def encode(self) -> str:
-        """Return the text attribute of the custom calls: "version=10 batch=2 ... mask.is_causal=1 ..."."""
-        texts = (("version", str(_native.PROBLEM_VERSION)), *self.texts())
-        return " ".join(f"{name}={text}" for name, text in texts)
+        """Return the text attribute of the custom calls: "version=10 may_empty_rows=0 batch=2 ..."."""
+        own = {"version": _native.PROBLEM_VERSION, "may_empty_rows": int(self.may_empty_rows)}
+        return " ".join(f"{name}={text}" for name, text in (*own.items(), *self.texts()))
 
 
 def checked_problem(x: Any) -> Problem:

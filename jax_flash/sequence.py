@@ -303,13 +303,13 @@ def backward(compute: Compute, problem: Problem, division: Division, arrays: Arr
     arrays = {name: _relaid(problem, name, x, given, division) for name, x in arrays.items()}
     problem, arrays = _with_ranges(problem, division, arrays)
     dtype = problem.accumulation_dtype
-    not_again: dict[str, Any] = dict.fromkeys(PER_ROW, False)
+    again = tuple(name for name in problem.requested if name not in PER_ROW)
 
     def propagate(visit: Visit, visitors: Arrays, own: Sums, travelled: Sums) -> tuple[Sums, Sums]:
         for a, b in visit.pairs:
             local, operands = _part(problem, division, arrays | visitors, visit.shift, a, b)
             if visit.step or a != b:  # each row contributes to these gradients once
-                local = dataclasses.replace(local, **not_again)
+                local = dataclasses.replace(local, requested=again)
                 if not local.gradients:
                     continue
             for name, x in zip(local.gradients, compute(local, operands), strict=True):

@@ -209,7 +209,7 @@ def gradients(
     z = kept(problem, tile, rows, columns)
 
     gradients = {}
-    if problem.dv:
+    if "dv" in problem.requested:
         zp = p if z is None else z * p
         gradients["dv"] = _einsum(problem, "bkgrc,brkge->bcke", _group(problem, zp, 1), _group(problem, do, 2))
     if problem.gradients in ((), ("dv",)):
@@ -222,17 +222,17 @@ def gradients(
     if problem.score.score_mod is not None:
         ds, dcaptured = _through_program(problem, tile, biased, visible, ds, rows, columns)
         gradients |= dcaptured
-    if problem.dbias:
+    if "dbias" in problem.requested:
         assert tile.bias is not None
         summed = tuple(axis for axis in range(4) if tile.bias.shape[axis] != ds.shape[axis])
         gradients["dbias"] = ds.sum(summed, keepdims=True)
 
     cap = problem.score.logits_soft_cap
     dx = tile.scale * (ds * (1 - (capped / cap) ** 2) if cap else ds)
-    if problem.dq:
+    if "dq" in problem.requested:
         dq = _einsum(problem, "bkgrc,bckd->brkgd", _group(problem, dx, 1), tile.key)
         gradients["dq"] = dq.reshape(tile.query.shape)
-    if problem.dk:
+    if "dk" in problem.requested:
         gradients["dk"] = _einsum(problem, "bkgrc,brkgd->bckd", _group(problem, dx, 1), _group(problem, tile.query, 2))
     return gradients
 

@@ -37,6 +37,9 @@ DTYPES = ("bfloat16", "float16", "float32", "float32 at full precision")
 DIMS = ((64, 64), (128, 128), (256, 256), (8, 16), (80, 80), (96, 96), (192, 128), (192, 192), (64, 128))
 NARROW = tuple(dims for dims in DIMS if max(dims) <= 128)
 GRADIENTS = ("all", "deterministic", "key and value", "query")
+EVERY_GRADIENT = ("dq", "dk", "dv", "dbias", "dsinks")
+REQUESTED = {"all": EVERY_GRADIENT, "deterministic": EVERY_GRADIENT, "key and value": ("dk", "dv"), "query": ("dq",)}
+REQUESTED |= {"query and scale": ("dq",), "none": ()}
 FEATURES: dict[str, tuple[Any, ...]] = {
     "q_len": (16384, 512),
     "causal": (True, False),
@@ -129,6 +132,7 @@ def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
     }.get(program, (None, "", "", ""))
     has_gradient = mod is not None and gradients == "all"
     full = Extent(True, True, True, True)
+    absent = ["dbias"] * (bias == "none") + ["dsinks"] * (not features["sinks"])
     return Problem(
         batch=2,
         q_len=features["q_len"],
@@ -152,8 +156,8 @@ def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
             q_block=block[0] if block else 0,
             kv_block=block[1] if block else 0,
             element_masks=2 if block else 0,
-            row_list=4 if block else 0,
-            column_list=4 if block else 0,
+            row_list_size=4 if block else 0,
+            column_list_size=4 if block else 0,
             mask_mod=MASK_MOD if program == "mask" else None,
         ),
         score=Score(
@@ -171,11 +175,7 @@ def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
         dlogsumexp=features["dlogsumexp"],
         deterministic=gradients == "deterministic",
         unrounded=gradients == "query and scale",
-        dq=gradients in ("all", "deterministic", "query", "query and scale"),
-        dk=gradients in ("all", "deterministic", "key and value"),
-        dv=gradients in ("all", "deterministic", "key and value"),
-        dbias=bias != "none" and gradients in ("all", "deterministic"),
-        dsinks=features["sinks"] and gradients in ("all", "deterministic"),
+        requested=tuple(name for name in REQUESTED[gradients] if name not in absent),
     )
 
 

@@ -146,8 +146,8 @@ bool FusesRows(const Target& target, const Problem& p) {
   const bool narrow = std::max(p.qk_dim, p.v_dim) <= 64;
   // The keys of a row of Q, and the rows that see a kv tile, from the widths of a block mask's lists, which include a
   // header.
-  const int64_t keys = listed ? (p.mask.row_list - kListHeader) * p.mask.kv_block : p.kv_len;
-  const bool long_lists = listed && (p.mask.column_list - kListHeader) * p.mask.q_block > kMaxListedRows;
+  const int64_t keys = listed ? (p.mask.row_list_size - kListHeader) * p.mask.kv_block : p.kv_len;
+  const bool long_lists = listed && (p.mask.column_list_size - kListHeader) * p.mask.q_block > kMaxListedRows;
 
   // Three warps of each CTA must keep up with the consumers. They do if they prepare all rows at the same time, or if
   // rows have enough keys, absolutely and relative to the number of rows.
@@ -155,7 +155,7 @@ bool FusesRows(const Target& target, const Problem& p) {
   // Registers: at most two of these: each position mask, dropout, dlogsumexp with dropout.
   if (has.Count(kPositions) + (dropout ? 1 + p.dlogsumexp : 0) > 2) return false;
   // Registers: wide heads that may have empty rows, if there are gradients of rows and of the logsumexp.
-  if (HasGradientPerRow(p) && p.dlogsumexp && !narrow && p.may_empty_rows()) return false;
+  if (p.gradients_of_rows() && p.dlogsumexp && !narrow && p.may_empty_rows) return false;
   // Block masks: only without position masks and shared keys, and with dropout only narrow heads. Their lists are taken
   // head by head, so a long list would delay later heads.
   if (listed && (p.group() > 1 || has.Any(kPositionMasks) || long_lists || (dropout && !narrow))) return false;
@@ -228,7 +228,7 @@ int64_t HeadsInScratch(const Target& target, const Problem& p) {
 int64_t ReserveHopperRows(const Problem& p, Plan* plan) {
   const int64_t rows = ReserveRows(p, plan);
   if (p.score.bias.present || p.score.score_mod.present()) plan->scratch.Reserve(&Scratch::maximum, 4 * rows);
-  if (p.may_empty_rows()) plan->scratch.Reserve(&Scratch::empty_rows, rows / 8);
+  if (p.may_empty_rows) plan->scratch.Reserve(&Scratch::empty_rows, rows / 8);
   return rows;
 }
 

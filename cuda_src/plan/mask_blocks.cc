@@ -49,8 +49,8 @@ Problem WithMaskInBlocks(const Problem& p) {
   if (StoresBits(p)) made.mask.mask_mod = {};
   made.mask.q_block = made.mask.kv_block = kMaskBlock;
   made.mask.element_masks = StoresBits(p) ? OwnBlocks(p, made) : 0;
-  made.mask.row_list = kListHeader + made.block_columns();
-  made.mask.column_list = kListHeader + made.block_rows();
+  made.mask.row_list_size = kListHeader + made.block_columns();
+  made.mask.column_list_size = kListHeader + made.block_rows();
   return made;
 }
 

@@ -134,7 +134,7 @@ void AddBackward(const Target& target, const Problem& given, const Choices& choi
     SetUnit(Part::kMain, plan);
     prepared = tiling.family;
   }
-  if (HasGradientPerRow(p) && !prepared && !p.dbias) ampere::AddRows(p, plan);
+  if (p.gradients_of_rows() && !prepared && !p.dbias) ampere::AddRows(p, plan);
   if (p.dq && p.deterministic) {
     plan->reasons.push_back("deterministic: a separate kernel for Ampere and later sums dQ in a fixed order");
     const Tilings candidates = ampere::QueryCandidates(target, p);
@@ -208,6 +208,11 @@ std::string CudaRefusal(const Problem& p) {
 #define CHECK(type, name, dtype, dims, there) \
   if (!reads::name && ExtentOf(there).present) return #name ": the CUDA kernels do not read this operand";
   JAX_FLASH_OPERANDS(CHECK)
+#undef CHECK
+#define CHECK(operand, gradient, ...)                                                                      \
+  if (!writes::gradient && p.gradient) return #gradient ": the CUDA kernels do not compute this gradient"; \
+  if (!reads::operand##_tangent && p.operand##_tangent) return #operand ": the CUDA kernels do not read its tangent";
+  JAX_FLASH_DERIVATIVES(CHECK)
 #undef CHECK
   for (const int64_t dim : {p.qk_dim, p.v_dim}) {
     if (dim % 8 != 0 || dim < 8 || dim > 256) {

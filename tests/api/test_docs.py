@@ -124,8 +124,15 @@ def test_pictures_fit_light_and_dark_pages():
 
 
 def documented(declaration: str, name: str, dtype: str, dims: str, condition: str) -> str:
-    """Return a row of the operand table in docs/contract.md, from a row of the table in common/arrays.h."""
-    sizes = {"G": "pages", "A": "page", "M": "S / page", "R": "row_list", "C": "column_list", "P": "element_masks"}
+    """Return a row of the operand table in docs/contract.md, from a row of the table in common/tables.h."""
+    sizes = {
+        "G": "pages",
+        "A": "page",
+        "M": "S / page",
+        "R": "row_list_size",
+        "C": "column_list_size",
+        "P": "element_masks",
+    }
     sizes |= {"Q": "q_block", "W": "⌈kv_block / 32⌉", "X": "2"}
     if name in (*BROADCAST, *BLOCK_MASK):
         sizes |= {dim: f"{dim} or 1" for dim in "BNTS"}
@@ -137,7 +144,7 @@ def documented(declaration: str, name: str, dtype: str, dims: str, condition: st
 
 
 def test_contract_lists_the_operands():
-    header, _, _ = (ROOT / "common/arrays.h").read_text().partition("#define JAX_FLASH_FORWARD_RESULTS")
+    header, _, _ = (ROOT / "common/tables.h").read_text().partition("#define JAX_FLASH_FORWARD_RESULTS")
     declared = re.findall(r'  OPERAND\((\w+), (\w+), (\S+), "(\w*)", (.+)\) *\\?', header)
     assert [name for _, name, *_ in declared] == [name for name, *_ in _native.operands()]
     assert "\n".join(documented(*row) for row in declared) in (ROOT / "docs/contract.md").read_text()

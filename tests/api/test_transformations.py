@@ -81,7 +81,7 @@ def problems(function, *args):
     """Return the problem of each backward call in the compiled program, as a dict of fields."""
     text = jax.jit(function).lower(*args).compile().as_text()
     lines = [line for line in text.splitlines() if 'custom_call_target="jax_flash_backward"' in line]
-    return [dict(re.findall(r"(\w+)=(\w+)", line[line.index("version=") :])) for line in lines]
+    return [dict(re.findall(r"(\w+)=([\w,]+)", line[line.index("version=") :])) for line in lines]
 
 
 def test_jit():
@@ -200,7 +200,7 @@ def test_requested_gradients():
     args = arrays(B)
     for chosen in [(0,), (1,), (2,), (3,), (0, 2), (0, 1, 2, 3)]:
         (problem,) = problems(jax.grad(loss, chosen), *args)
-        assert [problem[name] for name in ("dq", "dk", "dv", "dbias")] == [str(int(i in chosen)) for i in range(4)]
+        assert problem["requested"] == ",".join(("dq", "dk", "dv", "dbias")[i] for i in chosen)
 
 
 def test_forward_alone_is_one_call():
@@ -389,7 +389,7 @@ def test_arrays_without_gradients():
     """A constant bias has no dbias. Integers and keys have no gradients."""
     q, k, v, bias = arrays(B)
     (problem,) = problems(jax.grad(lambda q: loss(q, k, v, bias, dropout_rate=0.1, dropout_key=jax.random.key(0))), q)
-    assert (problem["dq"], problem["dk"], problem["dv"], problem["dbias"]) == ("1", "0", "0", "0")
+    assert problem["requested"] == "dq"
 
 
 def test_gradients_do_not_depend_on_cached_traces():

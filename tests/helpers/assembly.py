@@ -64,8 +64,16 @@ def call(described: Problem, operands: Any, arrays: Any, cotangents: Any = None)
         types = [((B, T, N, E), described.dtype), ((B, N, T), accumulated), ((B, N, T), accumulated)]
     else:
         types = [((B, T, N, D), described.dtype), ((B, S, K, D), described.dtype), ((B, S, K, E), described.dtype)]
-        types = [t for t, used in zip(types, (described.dq, described.dk, described.dv), strict=True) if used]
-        if described.dbias:
+        types = [
+            t
+            for t, used in zip(
+                types,
+                ("dq" in described.requested, "dk" in described.requested, "dv" in described.requested),
+                strict=True,
+            )
+            if used
+        ]
+        if "dbias" in described.requested:
             types.append((operands["bias"].shape, accumulated))
         types += [(x.shape, accumulated) for a, x in zip(described.captured, flat, strict=True) if a.gradient]
     name = "jax_flash_forward" if cotangents is None else "jax_flash_backward"

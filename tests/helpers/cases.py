@@ -254,11 +254,7 @@ def problem(case: Case, arrays: Arrays) -> tuple[Problem, Operands]:
         drop_threshold=dropout.threshold(case.dropout),
         deterministic=case.deterministic,
         dlogsumexp=True,
-        dq=True,
-        dk=True,
-        dv=True,
-        dbias=bool(case.bias),
-        dsinks=bool(case.sinks),
+        requested=("dq", "dk", "dv", *["dbias"] * bool(case.bias), *["dsinks"] * bool(case.sinks)),
     )
     if case.block_mask is not None:
         shape = case.block_mask.shape

@@ -99,6 +99,6 @@ def functional(options):
 
 def problems(lowered):
     """Return the `problem` attributes of the custom calls in a lowered program, sorted."""
-    found = re.findall(r"version=\d+ batch[^\"]*", lowered.as_text())
+    found = re.findall(r"version=\d+ [^\"]*", lowered.as_text())
     assert found
     return sorted(found)

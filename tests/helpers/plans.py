@@ -9,7 +9,7 @@ from jax_flash.problem import Problem
 from jax_flash.scores import Score
 
 BASE = Problem(2, 512, 512, 8, 4, 64, 64, "bfloat16")
-GRADIENTS = {"dq": True, "dk": True, "dv": True}
+GRADIENTS = {"requested": ("dq", "dk", "dv")}
 THREE_MASKS = {
     "is_causal": True,
     "query_seq_lengths": True,

@@ -28,7 +28,7 @@ def test_explanation_matches_plan():
     backward = explained(True, dtype="float32")
     assert [x.name for x in backward.kernels] == [x for _, x in kernels("sm_90a", True, dtype="float32", **GRADIENTS)]
     assert backward.scratch_bytes == scratch("sm_90a", True, dtype="float32", **GRADIENTS)
-    assert len(explained(True, dk=True).kernels) == 2  # prepare and main: only the requested gradients
+    assert len(explained(True, requested=("dk",)).kernels) == 2  # prepare and main: only the requested gradients
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_explanation_matches_plan():
         ({"dtype": "float32", "qk_dim": 256}, False, "no tiles for head dims 256 and 64"),
         ({"dtype": "float32", "qk_dim": 128, "logits_soft_cap": 2.0, **BIASED}, True, "logits_soft_cap and bias$"),
         (
-            {"block_mask": FULL_EXTENT, "q_block": 16, "kv_block": 48, "row_list": 4, "column_list": 4},
+            {"block_mask": FULL_EXTENT, "q_block": 16, "kv_block": 48, "row_list_size": 4, "column_list_size": 4},
             False,
             "16 x 48$",
         ),
@@ -96,7 +96,7 @@ def test_scratch_of_a_tangent():
     forward = {"q_len": 1, "kv_len": 4096, "score_mod": TIMES_TABLE["score_mod"], "captured": (array,)}
     along = {"captured": (array, array), "score_tangent": Program("score;head;key;load.f,1,1,2;mul.f,0,3;result,4")}
     assert portable_scratch(**forward) > 0
-    assert portable_scratch(**forward | along) == portable_scratch(**forward, value_tangent=True) == 0
+    assert portable_scratch(**forward | along) == portable_scratch(**forward, moving=("value",)) == 0
 
 
 PLUS_TABLE_CAPPED = {
@@ -161,7 +161,7 @@ def test_reasons_of_a_score_mod(changes, reason):
     ],
 )
 def test_reasons_of_a_gradient_of_a_bias(changes, family, reason):
-    explanation = explained(True, dbias=True, **BIASED | changes)
+    explanation = explained(True, requested=("dbias",), **BIASED | changes)
     assert re.search(reason, explanation.reasons[-1])
     assert {kernel.family for kernel in explanation.kernels if "bias" in kernel.name} == {family}
 

@@ -41,7 +41,7 @@ ROOT = pathlib.Path(__file__).parents[2]
         (" score.logits_soft_cap=0.0", " score.logits_soft_cap=1\0junk", "cannot read score.logits_soft_cap=1"),
         (" score.logits_soft_cap=0.0", " score.logits_soft_cap=1e", "cannot read score.logits_soft_cap=1e"),
         (" score.logits_soft_cap=0.0", " score.logits_soft_cap=", "cannot read score.logits_soft_cap="),
-        (" dbias=0", " dbias=0 ", "'' is not name=value"),
+        (" requested=none", " requested=none ", "'' is not name=value"),
         (" mask.is_causal=0", "  mask.is_causal=0", "'' is not name=value"),
         (" dtype=float32", " dtype=float31", "cannot read dtype=float31"),
         (" mask.array=none", " mask.array=bnt", "cannot read mask.array=bnt"),
@@ -53,14 +53,18 @@ ROOT = pathlib.Path(__file__).parents[2]
         (" kv_heads=2", " kv_heads=0", "kv_heads does not divide q_heads"),
         (" dtype=float32", " dtype=none", "dtype is none"),
         (" score.bias=none", " score.bias=11ts", "bias and bias_dtype disagree"),
-        (" dbias=0", " dbias=1", "dbias without bias"),
+        (" requested=none", " requested=dq,", "cannot read requested=dq,"),
+        (" requested=none", " requested=dq,dq", "cannot read requested=dq,dq"),
+        (" requested=none", " requested=dbias", "dbias without bias"),
+        (" moving=none", " moving=dq", "cannot read moving=dq"),
+        (" moving=none", " moving=query,sinks", "sinks_tangent without sinks"),
         (" sinks=none", " sinks=1nt1", "sinks does not have the dims BN11"),
         (" score.logits_soft_cap=0.0", " score.logits_soft_cap=-1.0", "score.logits_soft_cap is too small"),
         (" mask.local_window_size=-1,-1", " mask.local_window_size=-2,-1", "mask.local_window_size is too small"),
         (" mask.local_window_size=-1,-1", " mask.local_window_size=-1", "cannot read mask.local_window_size=-1"),
         (" mask.q_block=0", " mask.q_block=16", "a block size"),
         (" mask.block_mask=none", " mask.block_mask=11ts", "a block size"),
-        (" mask.row_list=0", " mask.row_list=-1", "mask.row_list is too small"),
+        (" mask.row_list_size=0", " mask.row_list_size=-1", "mask.row_list_size is too small"),
         (" batch=1", f" batch={2**62}", "an array has more than"),
         (" q_len=7", f" q_len={2**63 - 1}", "an array has more than"),
         (" kv_len=9", f" kv_len={2**51}", "an array has more than"),
@@ -81,14 +85,14 @@ def test_problem(old, new, message):
         ({"q_block": 2**31}, "more than 31 bits"),
         ({"kv_block": 2**63 - 16}, "more than 31 bits"),
         ({"element_masks": 2**31}, "more than 31 bits"),
-        ({"row_list": 2**62}, "more than 31 bits"),
+        ({"row_list_size": 2**62}, "more than 31 bits"),
         ({"element_masks": 2**31 - 1, "q_block": 2**30}, "an array has more than .*: element_masks"),
-        ({"q_len": 2**44, "column_list": 2**31 - 1, "kv_len": 2**40}, "an array has more than .*: blocks"),
+        ({"q_len": 2**44, "column_list_size": 2**31 - 1, "kv_len": 2**40}, "an array has more than .*: blocks"),
     ],
     ids=str,
 )
 def test_sizes_of_a_block_mask(changes, message):
-    sizes = {"block_mask": FULL_EXTENT, "q_block": 16, "kv_block": 16, "row_list": 3, "column_list": 3}
+    sizes = {"block_mask": FULL_EXTENT, "q_block": 16, "kv_block": 16, "row_list_size": 3, "column_list_size": 3}
     for passes in (sizes, sizes | {"q_block": 2**31 - 16}):
         assert not _native.cuda_refusal(changed(PROBLEM, **passes).encode()).startswith("problem")
     with pytest.raises(ValueError, match=f"^problem: .*{message}"):
@@ -97,7 +101,8 @@ def test_sizes_of_a_block_mask(changes, message):
 
 def test_fields_match_python():
     """Names, order and types are the same as in `Problem`, `Mask` and `Score`."""
-    declared = [(field.name, field.type) for field in dataclasses.fields(Problem) if field.name not in PARTS]
+    declared = [("may_empty_rows", "bool")]  # computed
+    declared += [(field.name, field.type) for field in dataclasses.fields(Problem) if field.name not in PARTS]
     declared += [
         (f"{name}.{field.name}", field.type) for name, kind in PARTS.items() for field in dataclasses.fields(kind)
     ]
@@ -166,7 +171,7 @@ def test_operands_match_python():
         ({"page": 0}, "pages without keys"),
         ({"page": 12}, "kv_len is not a multiple of page"),
         ({"kv_len": 40}, "kv_len is not a multiple of page"),
-        ({"dq": True}, "pages have no gradients"),
+        ({"requested": ("dq",)}, "pages have no gradients"),
         ({"segment_ids": True}, "pages are not supported with"),
         ({"array": FULL_EXTENT}, "pages are not supported with"),
         ({"drop_threshold": 1}, "pages are not supported with"),
@@ -197,8 +202,8 @@ def test_ranges_need_key_value_seq_lengths():
     ("changes", "message"),
     [
         ({"kv_block": 8}, "a block size"),
-        ({"row_list": 1}, "a list of the block mask is too small"),
-        ({"column_list": 1}, "a list of the block mask is too small"),
+        ({"row_list_size": 1}, "a list of the block mask is too small"),
+        ({"column_list_size": 1}, "a list of the block mask is too small"),
         ({"element_masks": -1}, "mask.element_masks is too small"),
         ({"drop_threshold": -1}, "drop_threshold is too small"),
         ({"local_window_size": WindowSize(right=-2)}, "mask.local_window_size is too small"),
@@ -206,7 +211,7 @@ def test_ranges_need_key_value_seq_lengths():
     ids=str,
 )
 def test_minimum_sizes(changes, message):
-    sizes = {"block_mask": FULL_EXTENT, "q_block": 16, "kv_block": 16, "row_list": 2, "column_list": 2}
+    sizes = {"block_mask": FULL_EXTENT, "q_block": 16, "kv_block": 16, "row_list_size": 2, "column_list_size": 2}
     assert not _native.cuda_refusal(changed(PROBLEM, **sizes).encode()).startswith("problem")
     with pytest.raises(ValueError, match=f"^problem: {message}"):
         _native.cuda_refusal(changed(PROBLEM, **sizes | changes).encode())

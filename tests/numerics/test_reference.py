@@ -10,6 +10,7 @@ import standard
 from cases import FEATURES, Case, problem, run
 
 from jax_flash import blockwise, reference
+from jax_flash.operands import DIFFERENTIATED
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -30,10 +31,10 @@ def explicit(module, problem, operands, cotangents):
     """Return o, logsumexp and gradients from `forward` and `backward` of `reference` or `blockwise`."""
     o, l, m = module.forward(problem, operands)
     logsumexp = jnp.where(l == 0, -jnp.inf, m + jnp.log(jnp.where(l == 0, 1, l)))
-    names = ["query", "key", "value"] + ["bias"] * problem.dbias + ["sinks"] * problem.dsinks
+    names = [DIFFERENTIATED[name] for name in problem.gradients]
     gradients = module.backward(problem, operands, o, l, m, *cotangents)
     results = {"o": o, "logsumexp": logsumexp} | dict(zip(names, gradients, strict=True))
-    return results | ({"sinks": results["sinks"].ravel()} if problem.dsinks else {})
+    return results | ({"sinks": results["sinks"].ravel()} if "sinks" in names else {})
 
 
 @pytest.mark.parametrize("case", FEATURES, ids=str)

@@ -21,11 +21,11 @@ __device__ __forceinline__ BlockList ListAt(const int32_t* list, int width, int 
 // The list at position t of a head's block rows.
 __device__ __forceinline__ BlockList RowList(const Params& p, int batch, int head, int t) {
   const int64_t list = HeadOfBlocks(p.block_mask, batch, head) * BlockRows(p) + t;
-  return ListAt(p.block_mask.row_lists + list * p.block_mask.row_width, p.block_mask.row_width, BlockRows(p));
+  return ListAt(p.block_mask.row_lists + list * p.block_mask.row_list_size, p.block_mask.row_list_size, BlockRows(p));
 }
 __device__ __forceinline__ BlockList ColumnList(const Params& p, int batch, int head, int t) {
   const int64_t list = HeadOfBlocks(p.block_mask, batch, head) * BlockColumns(p) + t;
-  return ListAt(p.block_mask.column_lists + list * p.block_mask.column_width, p.block_mask.column_width,
+  return ListAt(p.block_mask.column_lists + list * p.block_mask.column_list_size, p.block_mask.column_list_size,
                 BlockColumns(p));
 }
 
@@ -89,7 +89,7 @@ using StaticLists = ListSchedule<StaticNumbers<kCluster>>;
 // `members`.
 __device__ __forceinline__ BlockList SameColumn(const Params& p, int batch, int head, int index,
                                                 const int32_t* members) {
-  if (p.block_mask.head == 0) return ListAt(members - kListHeader, p.block_mask.column_width, BlockColumns(p));
+  if (p.block_mask.head == 0) return ListAt(members - kListHeader, p.block_mask.column_list_size, BlockColumns(p));
   BlockList same = {index, 0, members};
 #pragma unroll 1
   for (int t = 0; t < BlockColumns(p); ++t) {

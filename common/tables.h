@@ -53,7 +53,7 @@ namespace jax_flash {
   OPERAND(void, d_o, p.dtype, "BTNE", true) \
   OPERAND(void, dlogsumexp, p.accumulation_dtype(), "BNT", p.dlogsumexp)
 
-// What an operand with a derivative affects.
+// The role of an operand with a derivative: what it affects.
 enum class Role {
   kScores,   // the scores, and only through them the results
   kValues,   // the products of P and V

@@ -119,7 +119,7 @@ class Problem(Description):
     ) -> Problem:
         """Return the problem of a call `jax_flash.varlen_attention(query, …, **options)`. See `of`.
 
-        The options are those of `jax_flash.varlen_attention`.
+        It takes the options of `jax_flash.varlen_attention`.
         """
         return _of_call("of_varlen", _with_key(options), query, key, value, cu_seqlens_q, cu_seqlens_k)
 
@@ -135,7 +135,7 @@ class Problem(Description):
     ) -> Problem:
         """Return the problem of a call `jax_flash.paged_attention(query, …, **options)`. See `of`.
 
-        The options are those of `jax_flash.paged_attention`.
+        It takes the options of `jax_flash.paged_attention`.
         """
         return _of_call("of_paged", options, query, key_pages, value_pages, page_table, lengths)
 

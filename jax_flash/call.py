@@ -90,7 +90,8 @@ class Call:
                 f"sequence_axis={axis!r} is no axis of an enclosing jax.shard_map: call inside jax.shard_map over this "
                 "axis"
             )
-        division = Division.over(axes, mesh.shape, layout or "contiguous")
+        manual = {name: size for name, size in mesh.shape.items() if name in mesh.manual_axes}
+        division = Division.over(axes, manual, layout or "contiguous")
         if isinstance(layout, Layout) and layout.chunks.shape[0] != division.devices:
             raise ValueError(
                 f"sequence_layout has {layout.chunks.shape[0]} devices, but sequence_axis={axis!r} has "

@@ -100,7 +100,7 @@ def balance(cu_seqlens: ArrayLike, devices: int, tokens: int | None = None) -> L
         raise ValueError(f"cu_seqlens must begin with 0, never decrease, and be at most {size}, not {edges.tolist()}")
     if size % devices:
         raise ValueError(f"tokens must be a multiple of the {devices} devices, not {size}: pad the sequence")
-    count = _chunks_of_device(size // devices)
+    count = chunks_of(size // devices)
     boundaries = np.linspace(0, size, devices * count + 1).astype(np.int64)
     document = np.searchsorted(edges, boundaries, side="right") - 1
     lengths = np.append(np.diff(edges), 0)  # tokens beyond the last document see nothing
@@ -110,7 +110,7 @@ def balance(cu_seqlens: ArrayLike, devices: int, tokens: int | None = None) -> L
     return Layout(_dealt(np.diff(before), divides[:-1], devices))
 
 
-def _chunks_of_device(share: int) -> int:
+def chunks_of(share: int) -> int:
     """Return the number of chunks into which a device's tokens are divided."""
     counts = [n for n in range(max(share // CHUNK, 1), 0, -1) if share % n == 0]
     return next((n for n in counts if share // n % ALIGNMENT == 0), counts[0])

@@ -32,8 +32,8 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 
-from jax_flash import denominator, dropout, tile, windows
-from jax_flash.layouts import Layout, SequenceLayout
+from jax_flash import block_sparse, denominator, dropout, tile, windows
+from jax_flash.layouts import Layout, SequenceLayout, chunks_of
 from jax_flash.masks import WindowSize
 from jax_flash.operands import DIFFERENTIATED, DIMS, ONCE_A_ROW, PER_ROW, Operands
 from jax_flash.problem import Problem
@@ -59,18 +59,20 @@ class Division(NamedTuple):
     mesh_axes: tuple[str, ...] = ()  # the axes in the mesh's order, if that order differs
     ranks: tuple[int, ...] = ()  # the number of each device in the mesh's order, if that order differs
     chunks: int = 0  # number of chunks of a device in a layout of chunks
+    everywhere: tuple[str, ...] = ()  # all mesh axes of the program's manual devices
 
     @classmethod
     def over(cls, axes: tuple[str, ...], shape: Mapping[str, int], layout: SequenceLayout = "contiguous") -> Division:
         """Return the division over axes of a mesh of this shape."""
         if isinstance(layout, Layout):
             return cls.over(axes, shape)._replace(layout="chunks", chunks=layout.chunks.shape[1])
+        everywhere = tuple(shape)
         sizes = {axis: size for axis, size in shape.items() if axis in axes}
         ranks = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
         ranks = ranks.transpose([list(sizes).index(axis) for axis in axes]).ravel()
         if tuple(sizes) == axes:
-            return cls(axes, ranks.size, layout)
-        return cls(axes, ranks.size, layout, tuple(sizes), tuple(ranks.tolist()))
+            return cls(axes, ranks.size, layout, everywhere=everywhere)
+        return cls(axes, ranks.size, layout, tuple(sizes), tuple(ranks.tolist()), everywhere=everywhere)
 
     @property
     def parts(self) -> int:
@@ -324,8 +326,8 @@ def backward(compute: Compute, problem: Problem, division: Division, arrays: Arr
         return own, travelled
 
     nothing: Sums = {}
-    own, travelled = _tour(problem, division, arrays, propagate, nothing)
-    own |= division.sent(travelled, -visits(problem, division)[-1].shift)
+    own, returned = _tour(problem, division, arrays, propagate, nothing)
+    own |= returned
 
     def result(name: str) -> jax.Array:
         if name not in ("dq", "dk", "dv"):
@@ -389,36 +391,152 @@ def _tour(
     use: Callable[[Visit, Arrays, State, Sums], tuple[State, Sums]],
     state: State,
 ) -> tuple[State, Sums]:
-    """Update a state, and sums that travel with the keys, at all visits.
+    """Update a state, and sums that travel with the keys, at all visits. Return the state, and the sums of own keys.
 
     The keys of the next visit and the sums of this visit are sent while the current keys are used. They are sent
     together if both go equally far.
 
     Equal visits become a loop. The program then does not grow with the number of devices, and XLA cannot prefetch all
     keys.
+
+    If arrays decide which visits are needed, a visit that no device needs computes nothing, and nothing is sent after
+    the last needed visit. All devices decide alike, because they exchange arrays inside of the branches.
     """
 
-    def at(
-        visit: Visit, ahead: int, carry: tuple[Arrays, State, Sums], shift: ArrayLike
-    ) -> tuple[tuple[Arrays, State, Sums], None]:
+    def step(
+        visit: Visit, ahead: int, computes: bool, sends: bool, shift: ArrayLike, carry: tuple[Arrays, State, Sums]
+    ) -> tuple[Arrays, State, Sums]:
         packed, state, sums = carry
         here = unpack(packed)
-        if ahead == visit.step:
+        if sends and ahead == visit.step:
             packed, sums = division.sent((packed, sums), ahead)
         else:
-            packed, sums = division.sent(packed, ahead), division.sent(sums, visit.step)
-        return (packed, *use(visit._replace(shift=shift), here, state, sums)), None
+            packed, sums = division.sent(packed, ahead if sends else 0), division.sent(sums, visit.step)
+        if computes:
+            state, sums = use(visit._replace(shift=shift), here, state, sums)
+        return packed, state, sums
+
+    def at(
+        visit: Visit, ahead: int, carry: tuple[Arrays, State, Sums], given: tuple[ArrayLike, ...]
+    ) -> tuple[tuple[Arrays, State, Sums], None]:
+        shift, *flags = given
+        does = functools.partial(step, visit, ahead)
+        if not flags:
+            return does(True, True, shift, carry), None
+        here, later = flags
+        last, passes, full = (
+            functools.partial(does, *how, shift) for how in ((True, False), (False, True), (True, True))
+        )
+        if visit.step == 0:  # own keys
+            return lax.cond(later, full, last, carry), None
+        return lax.switch(here + 2 * later, [lambda same: same, last, passes, full], carry), None
 
     packed, unpack = _packed({name: arrays[name] for name in TRAVELLING if name in arrays})
     carry: tuple[Arrays, State, Sums] = (packed, state, {})
     tour = visits(problem, division)
     steps_ahead = [*(visit.step for visit in tour[1:]), 0]
     alike = itertools.groupby(zip(tour, steps_ahead, strict=True), lambda item: (item[0]._replace(shift=0), item[1]))
+    needed, done = _needed(problem, division, arrays, [visit.shift for visit in tour]), 0
     for (visit, ahead), group in alike:
         shifts = np.array([visit.shift for visit, _ in group], np.int32)
-        step = functools.partial(at, visit, ahead)
-        carry, _ = lax.scan(step, carry, shifts) if len(shifts) > 1 else step(carry, shifts[0])
-    return carry[1:]
+        given: tuple[Any, ...] = (shifts, *(x[done : done + len(shifts)] for x in needed))
+        done += len(shifts)
+        body = functools.partial(at, visit, ahead)
+        carry, _ = lax.scan(body, carry, given) if len(shifts) > 1 else body(carry, tuple(x[0] for x in given))
+    _, state, sums = carry
+    if not needed:
+        return state, division.sent(sums, -tour[-1].shift)
+    here, later = needed
+    last = jnp.asarray([visit.shift for visit in tour], jnp.int32)[jnp.argmax(here * (1 - later))]
+    for bit in range((division.devices - 1).bit_length() if sums else 0):
+        back = functools.partial(division.sent, shift=-(1 << bit))
+        sums = lax.cond(last >> bit & 1, back, lambda same: same, sums)
+    return state, sums
+
+
+def _needed(
+    problem: Problem, division: Division, arrays: Arrays, shifts: list[int]
+) -> tuple[()] | tuple[jax.Array, jax.Array]:
+    """Return whether each visit is needed, and whether a later visit is: int32 [visits], equal on all devices.
+
+    A visit is needed if a row of some device may see a visiting key by positions, segment ids and blocks. The first
+    visit always counts as needed. The result is empty if no array decides, because `visits` then lists only needed
+    visits. Rows and keys are compared in blocks.
+    """
+    mask = problem.mask
+    lengths = mask.query_seq_lengths, mask.key_value_seq_lengths, mask.query_offset and max(mask.reach) >= 0
+    if len(shifts) == 1 or not (mask.ranges or mask.segment_ids or mask.block_mask is not None or any(lengths)):
+        return ()
+    parts = division.chunks or division.parts
+    counts = [
+        division.chunks
+        or parts * (1 if mask.block_mask is not None else chunks_of(length // (division.devices * parts)))
+        for length in problem.lengths
+    ]
+    sizes = [
+        max(length // (division.devices * count), 1) for length, count in zip(problem.lengths, counts, strict=True)
+    ]
+    rows, keys = (
+        _block_starts(problem, division, arrays, length, count)
+        for length, count in zip(problem.lengths, counts, strict=True)
+    )
+    rows, all_keys = rows[division.device()], keys.reshape(-1)
+    visible = _blocks_meet(problem, arrays, rows, all_keys, sizes)
+    if mask.segment_ids:
+        own, visiting = (
+            _extremes(arrays[name], size)
+            for name, size in zip(("query_segment_ids", "key_value_segment_ids"), sizes, strict=True)
+        )
+        of_all = jnp.zeros((division.devices, *visiting.shape), visiting.dtype).at[division.device()].set(visiting)
+        visiting = jnp.moveaxis(lax.psum(of_all, division.axes), 0, -3)
+        visiting = visiting.reshape(*visiting.shape[:-3], -1, 2)
+        own, visiting = own[..., :, None, :], visiting[..., None, :, :]
+        visible &= (own[..., 0] <= visiting[..., 1]) & (visiting[..., 0] <= own[..., 1])
+    if mask.block_mask is not None:
+        kinds = arrays["blocks"] != block_sparse.EMPTY
+        for axis, size, block in ((-1, sizes[1], mask.kv_block), (-2, sizes[0], mask.q_block)):
+            kinds = _by_chunks(kinds, axis, kinds.shape[axis] * block // size).any(axis)
+        some = kinds.any(range(kinds.ndim - 2))
+        visible &= some[rows // sizes[0]][:, all_keys // sizes[1]]
+    seen = visible.any(range(visible.ndim - 1)).reshape(division.devices, -1).any(-1)
+    device = division.device()
+    asked = seen[(device - jnp.asarray(shifts, jnp.int32)) % division.devices].at[0].set(True)
+    here = (lax.psum(asked.astype(jnp.int32), division.everywhere or division.axes) > 0).astype(jnp.int32)
+    later = lax.cummax(here[::-1])[::-1]
+    return here, jnp.append(later[1:], jnp.zeros_like(here[:1]))
+
+
+def _block_starts(problem: Problem, division: Division, arrays: Arrays, length: int, count: int) -> jax.Array:
+    """Return the positions of the first tokens of the blocks of each device: int32 [devices, count]."""
+    size = length // (division.devices * count)
+    if division.chunks:
+        return arrays["origin"].astype(jnp.int32) * size
+    starts = np.stack([division.starts(device, length) for device in range(division.devices)])
+    return jnp.asarray(
+        (starts[..., None] + size * np.arange(count // division.parts)).reshape(len(starts), -1), jnp.int32
+    )
+
+
+def _blocks_meet(problem: Problem, arrays: Arrays, rows: jax.Array, keys: jax.Array, sizes: list[int]) -> jax.Array:
+    """Return whether blocks of rows may see blocks of keys by positions: bool [..., blocks of rows, blocks of keys]."""
+    if problem.mask.ranges:
+        pairs = arrays["keys_of_rows"]
+        begin, end = pairs[..., :: sizes[0], 0], pairs[..., sizes[0] - 1 :: sizes[0], 1]
+    else:
+        bounds = windows.Bounds(*problem.mask.reach)
+        first, last = (
+            windows.ranges_at(bounds, problem.lengths, arrays, at, keys)["keys_of_rows"]
+            for at in (rows, rows + sizes[0] - 1)
+        )
+        begin, end = first[..., 0], last[..., 1]
+    begin, end = begin[..., None], end[..., None]
+    return (keys < end) & (begin < keys + sizes[1]) & (begin < end)
+
+
+def _extremes(ids: jax.Array, size: int) -> jax.Array:
+    """Return the smallest and the largest id of each block: int32 [..., blocks, 2]."""
+    blocks = ids.reshape(*ids.shape[:-1], -1, size)
+    return jnp.stack([blocks.min(-1), blocks.max(-1)], -1)
 
 
 def _packed(arrays: Arrays) -> tuple[Arrays, Callable[[Arrays], Arrays]]:

@@ -655,3 +655,68 @@ def test_with_gspmd():
     environment = os.environ | {"JAX_USE_SHARDY_PARTITIONER": "false"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:]
+
+
+# --- visits that no device needs ---
+
+
+HAPPENED = []  # an entry for each array that was sent, and each pair of parts that was computed, on each device
+
+
+@pytest.fixture
+def happened(monkeypatch):
+    """Return the list of what happens on the devices."""
+
+    def reports(what, function):
+        def reporting(*args, **kwargs):
+            jax.debug.callback(lambda: HAPPENED.append(what))
+            return function(*args, **kwargs)
+
+        return reporting
+
+    monkeypatch.setattr(Division, "permuted", reports("send", Division.permuted))
+    monkeypatch.setattr(sequence, "_part", reports("compute", sequence._part))
+    HAPPENED.clear()
+    return HAPPENED
+
+
+IDS = np.arange(512, dtype=np.int32)[None]
+SKIPPED = [  # arrays, and the needed visits and exchanges. Keys on device 1 visit device 0 last.
+    ("contiguous", {"query_segment_ids": IDS // 128, "key_value_segment_ids": IDS // 128}, 1, 0),
+    ("chunks", {"query_segment_ids": IDS // 128, "key_value_segment_ids": IDS // 128}, 1, 0),
+    ("contiguous", {"query_segment_ids": IDS // 256, "key_value_segment_ids": IDS // 256}, 3, 3),
+    ("chunks", {"query_segment_ids": IDS // 256, "key_value_segment_ids": IDS // 256}, 2, 1),
+    ("contiguous", {"key_value_seq_lengths": np.array([0], np.int32)}, 1, 0),
+    ("chunks", {"query_seq_lengths": np.array([256], np.int32)}, 2, 1),
+]
+
+
+@pytest.mark.parametrize(("way", "masks", "visits", "sends"), SKIPPED)
+def test_unneeded_visits_are_skipped(way, masks, visits, sends, happened):
+    """Nothing is computed at such a visit, and nothing is sent after the last needed one. Values decide, not shapes."""
+    q = jax.random.normal(jax.random.key(0), (1, 512, 2, 8))
+    k = q[:, :, :1]
+    mesh = jax.make_mesh((4,), ("seq",), (AxisType.Auto,), devices=require_devices(4))
+    traced, causal = [], way == "chunks"  # a causal call in the contiguous layout exchanges halves
+
+    def attend(q, k, masks, **where):
+        traced.append(where)
+        return jax_flash.dot_product_attention(q, k, k, is_causal=causal, **masks, **where)
+
+    layout = jax_flash.balance(np.arange(0, 513, 128), 4) if way == "chunks" else way
+    spec, specs = P(None, "seq"), {name: P(None, "seq") if "ids" in name else P() for name in masks}
+    local = functools.partial(attend, sequence_axis="seq", sequence_layout=layout)
+    call = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(spec, spec, specs), out_specs=spec))
+    everything = {name: np.full_like(x, 0 if "ids" in name else 512) for name, x in masks.items()}
+    counts = []
+    for values in (everything, masks):
+        actual = jax.block_until_ready(call(q, k, values))
+        jax.effects_barrier()
+        counts.append((happened.count("compute"), happened.count("send")))
+        happened.clear()
+    (all_computed, all_sent), (computed, sent) = counts
+    assert len(traced) == 1  # new values need no compilation
+    assert (all_computed, all_sent) == (4 * 4, 4 * 3)
+    assert (computed, sent) == (4 * visits, 4 * sends)
+    expected = jax_flash.dot_product_attention(*(np.asarray(x) for x in (q, k, k)), is_causal=causal, **masks)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)

@@ -88,9 +88,9 @@ def test_documents_of_whole_chunks_are_not_divided():
 
 def test_a_million_tokens_take_milliseconds():
     cu_seqlens = random_documents(np.random.default_rng(0), 2**20, 64, 4096)
-    begin = time.perf_counter()
+    begin = time.process_time()  # not the wall time of a busy machine
     jax_flash.balance(cu_seqlens, 8)
-    assert time.perf_counter() - begin < 0.5
+    assert time.process_time() - begin < 0.5
 
 
 def test_new_documents_need_no_compilation():

@@ -290,36 +290,53 @@ def gradient_of_loop(loop, implementation, chosen):
     return jax.grad(lambda *args: (LOOPS[loop](attend, *args) ** 2).sum(), chosen)
 
 
+@functools.cache
+def shared(function, *args):
+    """Return a result of plain JAX, which the tests of all implementations and devices share."""
+    return function(*args)
+
+
+def gradient_of_gradient(loop, chosen, implementation):
+    q, k, v, _ = arrays(2, B)
+    gradient = gradient_of_loop(loop, implementation, chosen)
+    penalty = jax.grad(lambda *args: sum((jnp.sin(x) ** 2).sum() for x in gradient(*args)), chosen)
+    return jax.tree.map(np.asarray, jax.jit(penalty)(q[0], k, v))
+
+
 @pytest.mark.parametrize("chosen", [(0,), (0, 1, 2)], ids=["query", "all"])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_gradient_of_gradient_through_loops(loop, chosen, implementation):
+    results = gradient_of_gradient(loop, chosen, implementation)
+    assert_near(results, shared(gradient_of_gradient, loop, chosen, "reference"))
+
+
+def jvp_of_gradient(loop, implementation):
     q, k, v, _ = arrays(2, B)
-
-    def penalty(implementation):
-        gradient = gradient_of_loop(loop, implementation, chosen)
-        return jax.grad(lambda *args: sum((jnp.sin(x) ** 2).sum() for x in gradient(*args)), chosen)
-
-    assert_near(jax.jit(penalty(implementation))(q[0], k, v), jax.jit(penalty("xla"))(q[0], k, v))
+    gradient = gradient_of_loop(loop, implementation, (0, 1, 2))
+    jvp = jax.jit(lambda *args: jax.jvp(gradient, args, tuple(map(jnp.cos, args))))
+    return jax.tree.map(np.asarray, jvp(q[0], k, v))
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_jvp_of_gradient_through_loops(loop, implementation):
-    q, k, v, _ = arrays(2, B)
+    assert_near(jvp_of_gradient(loop, implementation), shared(jvp_of_gradient, loop, "reference"))
 
-    def derivative(implementation):
-        gradient = gradient_of_loop(loop, implementation, (0, 1, 2))
-        return jax.jit(lambda *args: jax.jvp(gradient, args, tuple(map(jnp.cos, args))))
 
-    assert_near(derivative(implementation)(q[0], k, v), derivative("xla")(q[0], k, v))
+def hessian(implementation):
+    q, k, v = normal(0, 1, 3, 2, 8), normal(1, 2, 1, 3, 1, 8), normal(2, 2, 1, 3, 1, 8)
+    function = jax.jit(jax.jacfwd(gradient_of_loop("scan", implementation, (0, 1, 2)), (0, 1, 2)))
+    return jax.tree.map(np.asarray, function(q, k, v))
 
 
 def test_hessian_through_a_loop(implementation):
-    q, k, v = normal(0, 1, 3, 2, 8), normal(1, 2, 1, 3, 1, 8), normal(2, 2, 1, 3, 1, 8)
+    assert_near(hessian(implementation), shared(hessian, "reference"))
 
-    def hessian(implementation):
-        return jax.jit(jax.jacfwd(gradient_of_loop("scan", implementation, (0, 1, 2)), (0, 1, 2)))
 
-    assert_near(hessian(implementation)(q, k, v), hessian("xla")(q, k, v))
+@pytest.mark.parametrize(
+    "call", [(gradient_of_gradient, "scan over keys", (0, 1, 2)), (jvp_of_gradient, "scan of vmap")]
+)
+def test_plain_jax_through_a_loop(call):
+    assert_near(shared(*call, "xla"), shared(*call, "reference"))
 
 
 def test_derivatives_of_loops_run_the_kernels(implementation):

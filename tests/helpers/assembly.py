@@ -64,15 +64,8 @@ def call(described: Problem, operands: Any, arrays: Any, cotangents: Any = None)
         types = [((B, T, N, E), described.dtype), ((B, N, T), accumulated), ((B, N, T), accumulated)]
     else:
         types = [((B, T, N, D), described.dtype), ((B, S, K, D), described.dtype), ((B, S, K, E), described.dtype)]
-        types = [
-            t
-            for t, used in zip(
-                types,
-                ("dq" in described.requested, "dk" in described.requested, "dv" in described.requested),
-                strict=True,
-            )
-            if used
-        ]
+        named = zip(("dq", "dk", "dv"), types, strict=True)
+        types = [type_ for name, type_ in named if name in described.requested]
         if "dbias" in described.requested:
             types.append((operands["bias"].shape, accumulated))
         types += [(x.shape, accumulated) for a, x in zip(described.captured, flat, strict=True) if a.gradient]

@@ -40,8 +40,17 @@ constexpr int kSegmentBlocks = 4;      // SegmentBounds that a CTA computes
 constexpr int kMaxStep = 4096;
 constexpr int kMaxLength = 0x7FFFFFFF - kMaxStep;
 
-// Lanes for a row of O in Ampere's backward_prepare, with 8 elements each.
-JAX_FLASH_STATIC_HOST_DEVICE constexpr int LanesOfRow(int dim) { return dim <= 8 ? 1 : 2 * LanesOfRow((dim + 1) / 2); }
+// Lanes for a row of O in Ampere's backward_prepare, with 8 elements each at a time.
+JAX_FLASH_STATIC_HOST_DEVICE constexpr int LanesOfRow(int dim) {
+  return dim <= 8 ? 1 : dim > 128 ? 32 : 2 * LanesOfRow((dim + 1) / 2);
+}
+
+// Wide head dims have kernels of their own, which go through tiles in slices of columns (ampere/slices.cuh). Warps that
+// share rows divide a slice, and each has at least 16 columns.
+constexpr int kMaxDim = 576, kWideSlice = 64;
+JAX_FLASH_STATIC_HOST_DEVICE constexpr bool IsWide(int64_t dim) { return dim > 256; }
+JAX_FLASH_STATIC_HOST_DEVICE constexpr int WideRowWarps(int rows) { return rows >= 32 ? 2 : 1; }
+JAX_FLASH_STATIC_HOST_DEVICE constexpr int WideWarps(int rows) { return WideRowWarps(rows) * kWideSlice / 16; }
 
 // --- Compile-time configuration ---
 

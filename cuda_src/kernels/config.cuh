@@ -10,6 +10,7 @@ namespace jax_flash {
 constexpr DType kDType = kProblem.dtype;
 constexpr int kQKDim = kProblem.qk_dim;
 constexpr int kVDim = kProblem.v_dim;
+constexpr bool kWideHeads = IsWide(kQKDim) || IsWide(kVDim);
 
 constexpr bool kFullPrecision = kProblem.full_precision;  // of f32: three TF32 products instead of one
 constexpr bool kTF32 = kDType == DType::kF32 && !kFullPrecision;

@@ -35,6 +35,19 @@ constexpr Row kForwardF32[] = {
     {99, 256, {32, 16, 2, 2}},
 };
 
+// For wide heads, 8 warps share 32 or more rows, and 4 warps share 16.
+constexpr Row kWideForward[] = {
+    {163, kMaxDim, {64, 128, 8, 3}},
+    {99, 512, {64, 64, 8, 2}},
+    {99, kMaxDim, {64, 32, 8, 2}},
+};
+
+constexpr Row kWideForwardF32[] = {
+    {227, kMaxDim, {64, 64, 8, 2}},
+    {163, kMaxDim, {32, 64, 8, 2}},
+    {99, kMaxDim, {32, 32, 4, 2}},
+};
+
 // Rows are the rows of all heads of a group. PartWorkOf decides the number of CTAs on each SM.
 constexpr Row kForwardSplit[] = {
     {99, 64, {16, 64, 1, 2}, kManyRows},
@@ -56,6 +69,20 @@ constexpr Row kForwardSplitF32[] = {
     {99, 128, {64, 16, 4, 3}},           {99, 256, {16, 16, 1, 2}},
 };
 
+constexpr Row kWideForwardSplit[] = {
+    {99, kMaxDim, {16, 64, 4, 3}, kManyRows},
+    {99, kMaxDim, {32, 64, 8, 2}, kManyRows},
+    {163, kMaxDim, {64, 128, 8, 3}},
+    {99, 512, {64, 64, 8, 2}},
+    {99, kMaxDim, {64, 32, 8, 2}},
+};
+
+constexpr Row kWideForwardSplitF32[] = {
+    {99, kMaxDim, {16, 64, 4, 2}, kManyRows},
+    {163, kMaxDim, {32, 64, 8, 2}},
+    {99, kMaxDim, {32, 32, 4, 2}},
+};
+
 constexpr Row kBackward[] = {
     {227, 64, {128, 128, 8, 2}, kScoreFeatures | kDropout | kListed},
     {163, 64, {64, 64, 4, 2}},
@@ -73,6 +100,20 @@ constexpr Row kBackwardF32[] = {
     {227, 64, {64, 128, 8, 2}},  {163, 64, {64, 64, 8, 1}},  {99, 64, {32, 64, 8, 1}},
     {227, 128, {32, 128, 8, 1}}, {163, 128, {32, 64, 8, 1}}, {99, 128, {32, 32, 8, 1}},
     {227, 256, {32, 64, 8, 1}},  {163, 256, {32, 32, 8, 1}}, {99, 256, {16, 16, 8, 1}},
+};
+
+constexpr Row kWideBackward[] = {
+    {227, kMaxDim, {64, 64, 8, 3}},
+    {163, 512, {64, 64, 8, 2}},
+    {163, kMaxDim, {32, 64, 8, 2}},
+    {99, kMaxDim, {64, 32, 8, 2}},
+};
+
+constexpr Row kWideBackwardF32[] = {
+    {227, kMaxDim, {64, 32, 8, 2}},
+    {227, kMaxDim, {32, 32, 8, 2}},
+    {163, kMaxDim, {64, 16, 4, 2}},
+    {99, kMaxDim, {32, 16, 4, 2}},
 };
 
 constexpr Row kTangent[] = {
@@ -95,9 +136,24 @@ constexpr Row kBackwardQueryF32[] = {
     {163, 256, {32, 16, 2, 2}}, {99, 256, {16, 16, 1, 2}},
 };
 
+constexpr Row kWideBackwardQuery[] = {
+    {227, kMaxDim, {64, 64, 8, 3}},
+    {163, 512, {64, 64, 8, 2}},
+    {163, kMaxDim, {64, 32, 8, 2}},
+    {99, kMaxDim, {32, 64, 8, 2}},
+};
+
+constexpr Row kWideBackwardQueryF32[] = {
+    {227, kMaxDim, {32, 64, 8, 2}},
+    {163, kMaxDim, {16, 64, 4, 2}},
+    {99, kMaxDim, {16, 32, 4, 2}},
+};
+
 constexpr Row kBackwardBias[] = {
     {99, 128, {64, 64, 4, 1}},
     {99, 256, {64, 32, 4, 1}},
+    {163, kMaxDim, {32, 32, 4, 1}},
+    {99, kMaxDim, {16, 16, 1, 1}},
 };
 
 constexpr Row kBackwardBiasF32[] = {
@@ -107,16 +163,24 @@ constexpr Row kBackwardBiasF32[] = {
 };
 
 constexpr Table kForwardTable = {kForward, kForwardF32}, kForwardSplitTable = {kForwardSplit, kForwardSplitF32},
+                kWideForwardTable = {kWideForward, kWideForwardF32},
+                kWideForwardSplitTable = {kWideForwardSplit, kWideForwardSplitF32},
                 kBackwardTable = {kBackward, kBackwardF32}, kTangentTable = {kTangent, kTangentF32},
                 kBackwardQueryTable = {kBackwardQuery, kBackwardQueryF32},
-                kBackwardBiasTable = {kBackwardBias, kBackwardBiasF32};
+                kBackwardBiasTable = {kBackwardBias, kBackwardBiasF32},
+                kWideBackwardTable = {kWideBackward, kWideBackwardF32},
+                kWideBackwardQueryTable = {kWideBackwardQuery, kWideBackwardQueryF32};
 
 // The largest tile that divides the blocks of a block mask; the whole tile without one. `warps_have_rows`: each warp
-// owns rows, at least 16.
+// owns rows, at least 16, or rows of a part of a slice.
 KernelTiling WithinBlocks(TileSizes tile, bool warps_have_rows, const Problem& p) {
   tile.rows = int(std::gcd(tile.rows, p.mask.q_block));
   tile.cols = int(std::gcd(tile.cols, p.mask.kv_block));
-  if (warps_have_rows) tile.groups = std::min(tile.groups, tile.rows / 16);
+  if (HasWideHeads(p)) {
+    tile.groups = std::min(tile.groups, WideWarps(warps_have_rows ? tile.rows : tile.cols));
+  } else if (warps_have_rows) {
+    tile.groups = std::min(tile.groups, tile.rows / 16);
+  }
   return {Family::kAmpere, tile.rows, tile.cols, tile.groups, tile.stages};
 }
 
@@ -131,10 +195,15 @@ Tilings TilingsOf(const Table& table, const Target& target, const Problem& p, bo
 }
 
 KernelTiling SplitTiling(const Target& target, const Problem& p) {
-  return TilingsOf(kForwardSplitTable, target, p).front();
+  return TilingsOf(HasWideHeads(p) ? kWideForwardSplitTable : kForwardSplitTable, target, p).front();
 }
 
 // --- Launches ---
+
+// A kernel's file, or its counterpart for wide heads.
+std::string FileFor(const Problem& p, const std::string& file) {
+  return "ampere/" + std::string(HasWideHeads(p) ? "wide_" : "") + file;
+}
 
 // The launch of a file's main kernel: one CTA for each of `tiles`.
 Launch MainLaunch(const std::string& entry, int unit, const KernelTiling& tiling, int64_t tiles) {
@@ -147,7 +216,9 @@ Launch MainLaunch(const std::string& entry, int unit, const KernelTiling& tiling
 int BlocksThatFit(const Target& target, const Problem& p, const KernelTiling& tiling) {
   constexpr int64_t kReserved = 1024;  // reserved by CUDA for each CTA
   const auto row = [&](int64_t dim) { return RoundUp(dim, 16) * BytesOf(p.dtype) + 16; };  // a row of a SharedTile
-  const int64_t kv = tiling.stages * tiling.cols * (row(p.qk_dim) + row(p.v_dim));
+  // Of wide heads, slices of K and V, and P.
+  const int64_t kv = HasWideHeads(p) ? tiling.stages * tiling.cols * row(kWideSlice) + tiling.rows * row(tiling.cols)
+                                     : tiling.stages * tiling.cols * (row(p.qk_dim) + row(p.v_dim));
   return int(target.shared * 1024 / (kv + tiling.rows * row(std::max(p.qk_dim, p.v_dim)) + kReserved));
 }
 
@@ -242,19 +313,21 @@ void ampere::AddSplitForward(const Target& target, const Problem& p, Plan* plan)
   tiling.balanced = work.balanced;
   const int64_t rows = p.batch * p.q_heads * p.q_len;
   tiling.merged_rows = MergedRows(target, rows);
-  const int unit = AddUnit("ampere/forward_split.cuh", DependsOn::kBothPasses, p, tiling, plan);
+  const int unit = AddUnit(FileFor(p, "forward_split.cuh"), DependsOn::kBothPasses, p, tiling, plan);
   plan->launches.push_back(MainLaunch("jax_flash_forward", unit, tiling, work.blocks));
   plan->launches.push_back({unit, "jax_flash_forward_merge", DivideUp(rows, tiling.merged_rows), kMergeThreads});
 }
 
 Tilings ampere::Candidates(const Target& target, const Problem& p, Pass pass) {
-  if (pass == Pass::kBackward) return TilingsOf(kBackwardTable, target, p);
+  const bool wide = HasWideHeads(p);
+  if (pass == Pass::kBackward) return TilingsOf(wide ? kWideBackwardTable : kBackwardTable, target, p);
   if (pass == Pass::kTangent) return TilingsOf(kTangentTable, target, p, true);
-  return TilingsOf(FewQueries(target, p) ? kForwardSplitTable : kForwardTable, target, p, true);
+  if (FewQueries(target, p)) return TilingsOf(wide ? kWideForwardSplitTable : kForwardSplitTable, target, p, true);
+  return TilingsOf(wide ? kWideForwardTable : kForwardTable, target, p, true);
 }
 
 Tilings ampere::QueryCandidates(const Target& target, const Problem& p) {
-  return TilingsOf(kBackwardQueryTable, target, p, true);
+  return TilingsOf(HasWideHeads(p) ? kWideBackwardQueryTable : kBackwardQueryTable, target, p, true);
 }
 
 Tilings ampere::BiasCandidates(const Target& target, const Problem& p) {
@@ -264,8 +337,8 @@ Tilings ampere::BiasCandidates(const Target& target, const Problem& p) {
 void ampere::AddForward(const Target&, const Problem& p, const KernelTiling& tiling, Plan* plan) {
   ReadMasksByRow(p, plan);
   const int64_t tiles = p.batch * p.q_heads * RowTiles(p, tiling.rows);
-  plan->launches.push_back(MainLaunch(
-      "jax_flash_forward", AddUnit("ampere/forward.cuh", DependsOn::kBothPasses, p, tiling, plan), tiling, tiles));
+  const int unit = AddUnit(FileFor(p, "forward.cuh"), DependsOn::kBothPasses, p, tiling, plan);
+  plan->launches.push_back(MainLaunch("jax_flash_forward", unit, tiling, tiles));
 }
 
 void ampere::AddTangent(const Target&, const Problem& p, const KernelTiling& tiling, Plan* plan) {
@@ -279,9 +352,10 @@ void ampere::AddBackward(const Target&, const Problem& p, const KernelTiling& ti
   ReadMasksByRow(p, plan);
   const int64_t scratch_rows = ReserveRows(p, plan);
   if (SumsDQ(p)) plan->scratch.Reserve(&Scratch::dq_sum, 4 * scratch_rows * p.qk_dim);
-  const int unit = AddUnit("ampere/backward.cuh", DependsOn::kMain, p, tiling, plan);
+  const int unit = AddUnit(FileFor(p, "backward.cuh"), DependsOn::kMain, p, tiling, plan);
   plan->launches.push_back(PrepareLaunch(p, unit));
-  const int64_t tiles = p.batch * p.kv_heads * ColumnTiles(p, tiling.cols);
+  int64_t tiles = p.batch * p.kv_heads * ColumnTiles(p, tiling.cols);
+  if (HasWideHeads(p)) tiles *= (p.dk || p.captured_gradients()) + p.dv;  // separate CTAs
   plan->launches.push_back(MainLaunch("jax_flash_backward", unit, tiling, tiles));
   if (SumsDQ(p)) {
     const int64_t threads = p.batch * p.q_heads * DivideUp(p.q_len, kSumRows) * p.qk_dim;
@@ -297,7 +371,7 @@ void ampere::AddRows(const Problem& p, Plan* plan) {
 
 void ampere::AddQuery(const Problem& p, const KernelTiling& tiling, Plan* plan) {
   ReadMasksByRow(p, plan);
-  const int unit = AddUnit("ampere/backward_query.cuh", DependsOn::kBackward, p, tiling, plan);
+  const int unit = AddUnit(FileFor(p, "backward_query.cuh"), DependsOn::kBackward, p, tiling, plan);
   const int64_t tiles = p.batch * p.q_heads * RowTiles(p, tiling.rows);
   plan->launches.push_back(MainLaunch("jax_flash_backward_query", unit, tiling, tiles));
 }

@@ -16,10 +16,13 @@ inline int64_t RoundUp(int64_t x, int64_t y) { return DivideUp(x, y) * y; }
 inline int64_t RowTiles(const Problem& p, int rows) { return DivideUp(p.q_len_in_blocks(), rows); }
 inline int64_t ColumnTiles(const Problem& p, int cols) { return DivideUp(p.kv_len_in_blocks(), cols); }
 
+// Are head dims so wide that tiles go through the kernels in slices (ampere/slices.cuh)?
+inline bool HasWideHeads(const Problem& p) { return IsWide(p.qk_dim) || IsWide(p.v_dim); }
+
 // Does the main kernel add dQ in memory? Otherwise a separate kernel computes dQ. If the main kernel can add in a fixed
 // order (hopper::OrderedCandidates), the plan of a deterministic backward uses a copy of the problem with
 // `deterministic` = false, so this is true.
-inline bool SumsDQ(const Problem& p) { return p.dq && !p.deterministic; }
+inline bool SumsDQ(const Problem& p) { return p.dq && !p.deterministic && !HasWideHeads(p); }
 // Is there work for the main kernel, which computes dK and dV, and dQ if it adds dQ?
 inline bool HasMain(const Problem& p) { return p.dk || p.dv || SumsDQ(p) || p.captured_gradients(); }
 

@@ -134,9 +134,14 @@ void AddBackward(const Target& target, const Problem& given, const Choices& choi
     SetUnit(Part::kMain, plan);
     prepared = tiling.family;
   }
-  if (p.gradients_of_rows() && !prepared && !p.dbias) ampere::AddRows(p, plan);
-  if (p.dq && p.deterministic) {
-    plan->reasons.push_back("deterministic: a separate kernel for Ampere and later sums dQ in a fixed order");
+  const bool separate_dq = p.dq && !SumsDQ(p);
+  if (!prepared && ((p.gradients_of_rows() && !p.dbias) || (separate_dq && HasWideHeads(p)))) {
+    ampere::AddRows(p, plan);
+    prepared = Family::kAmpere;
+  }
+  if (separate_dq) {
+    plan->reasons.push_back((HasWideHeads(p) ? "wide heads" : "deterministic") +
+                            std::string(": a separate kernel for Ampere and later sums dQ in a fixed order"));
     const Tilings candidates = ampere::QueryCandidates(target, p);
     ampere::AddQuery(p, Chosen(Part::kQuery, candidates, choices, plan), plan);
     SetUnit(Part::kQuery, plan);
@@ -202,6 +207,9 @@ std::string CudaRefusal(const Problem& p) {
     return "a differentiated scale: the CUDA kernels compute tangents of it in 16 bits";
   if (p.tangent() && p.dtype == DType::kF32 && std::max(p.qk_dim, p.v_dim) > 128)
     return "float32 with head dims above 128: the CUDA kernels have no tangent for it";
+  if (p.tangent() && HasWideHeads(p)) return "head dims above 256: the CUDA kernels have no tangent for them";
+  if (p.dbias && p.dtype == DType::kF32 && HasWideHeads(p))
+    return "float32 with head dims above 256: the CUDA kernels have no gradient of a bias for it";
   if (p.deterministic && p.captured_gradients()) {
     return "deterministic gradients of arrays that score_mod captures: the CUDA kernels add them in no fixed order";
   }
@@ -215,8 +223,8 @@ std::string CudaRefusal(const Problem& p) {
   JAX_FLASH_DERIVATIVES(CHECK)
 #undef CHECK
   for (const int64_t dim : {p.qk_dim, p.v_dim}) {
-    if (dim % 8 != 0 || dim < 8 || dim > 256) {
-      return sized("head dim", dim) + ": the CUDA kernels support multiples of 8 up to 256";
+    if (dim % 8 != 0 || dim < 8 || dim > kMaxDim) {
+      return sized("head dim", dim) + ": the CUDA kernels support multiples of 8 up to " + std::to_string(kMaxDim);
     }
   }
   const int64_t longest = std::max(p.q_len_in_blocks(), p.kv_len_in_blocks());

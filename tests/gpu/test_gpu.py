@@ -110,7 +110,7 @@ def test_tiles_of_256_queries(options):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 256, 320, 512])
 @pytest.mark.parametrize(
     "options",
     [{}, {"is_causal": True}, {"local_window_size": (300, 0)}, {"query_seq_lengths": np.array([2000, 700])}],

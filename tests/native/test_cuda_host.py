@@ -18,6 +18,8 @@ from jax_flash.programs.program import Program
 
 # --- refusals ---
 
+ONE = Extent(False, False, True, True)
+
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
@@ -26,7 +28,12 @@ from jax_flash.programs.program import Program
         ({"qk_dim": 100}, "head dim 100"),
         ({"v_dim": 12}, "head dim 12"),
         ({"qk_dim": 0}, "head dim 0"),
-        ({"v_dim": 264}, "head dim 264"),
+        ({"v_dim": 584}, "head dim 584: the CUDA kernels support multiples of 8 up to 576"),
+        (
+            {"dtype": "float32", "v_dim": 264, "bias": ONE, "bias_dtype": "float32", "dbias": True},
+            "float32 with head dims above 256: the CUDA kernels have no gradient of a bias",
+        ),
+        ({"v_dim": 264, "query_tangent": True}, "head dims above 256: the CUDA kernels have no tangent"),
         ({"kv_len": 2**31}, "length"),
         ({"batch": 1, "q_len": 2**31 - 4096}, "length 2147479552: the CUDA kernels support at most 2147479551"),
         ({"batch": 2**20, "q_len": 2**20}, "too large"),
@@ -52,12 +59,29 @@ def test_tangent_of_a_scale():
             assert _native.cuda_plan(moving.encode(), False, "sm_90a")
 
 
-@pytest.mark.parametrize("dim", [8, 40, 128, 200, 256])
+@pytest.mark.parametrize("dim", [8, 40, 128, 200, 256, 264, 576])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_not_refused(dim, dtype):
     accepted = problem(qk_dim=dim, v_dim=dim, dtype=dtype)
     assert _native.cuda_refusal(accepted.encode()) == ""
     assert jax_flash.choose_implementation(accepted, "cuda").implementation == "flash"
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_wide_heads(arch, deterministic):
+    """dK, dV and dQ of head dims above 256 have CTAs of their own, and nothing is summed in memory."""
+    wide = {"qk_dim": 576, "v_dim": 512, "deterministic": deterministic}
+    assert kernels(arch, **wide) == [("ampere/wide_forward.cuh", "jax_flash_forward")]
+    main, query = "ampere/wide_backward.cuh", "ampere/wide_backward_query.cuh"
+    prepare, dq = "jax_flash_backward_prepare", (query, "jax_flash_backward_query")
+    assert kernels(arch, True, **wide, **GRADIENTS) == [(main, prepare), (main, "jax_flash_backward"), dq]
+    assert kernels(arch, True, **wide, dv=True) == [(main, prepare), (main, "jax_flash_backward")]
+    assert kernels(arch, True, **wide, dq=True) == [("ampere/backward_prepare.cuh", prepare), dq]
+    biased = {"bias": ONE, "bias_dtype": "bfloat16", "dbias": True}
+    bias = ("ampere/backward_bias.cuh", "jax_flash_backward_bias")
+    assert kernels(arch, True, **wide, **biased, dq=True)[:3] == [("ampere/backward_prepare.cuh", prepare), dq, bias]
+    assert scratch(arch, True, **wide, **GRADIENTS) == 2 * 4 * (2 * 8 * 512)  # L and D of every row
 
 
 def test_grid_limit():

@@ -55,7 +55,7 @@ def test_tiles_of_hopper_backward():
             if file == "hopper/backward.cuh":
                 assert fields["cols"] == (64 if max(dims) > 128 else 128), (dims, chosen)
                 seen.add(dims)
-    assert seen == set(kernel_variants.DIMS)
+    assert seen == {dims for dims in kernel_variants.DIMS if max(dims) <= 256}
 
 
 def test_light_score_mods_have_larger_tiles():

@@ -36,7 +36,7 @@ def test_feature_in_f64(case):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("D", [1, 3, 8, 17, 32, 40, 64, 72, 80, 96, 128, 160, 192, 200, 256, 264, 513])
+@pytest.mark.parametrize("D", [1, 3, 8, 17, 32, 40, 64, 72, 80, 96, 128, 160, 192, 200, 256, 264, 320, 384, 512, 513, 576])
 def test_head_dim(D, dtype):
     check(Case(B=1, T=70, S=90, N=2, K=1, D=D, E=D, causal=True), dtype)
     check(Case(B=1, T=33, S=50, N=1, K=1, D=D, E=max(256 - D, 8), dropout=0.2), dtype)
@@ -176,6 +176,19 @@ def test_bias_in_tiles(case, bias_dtype):
 def test_wide_heads(case):
     """Cases in which Hopper's backward has the fewest registers."""
     check(case, "bfloat16")
+
+
+@pytest.mark.parametrize(("case", "dtype"), [
+    (Case(T=40, S=140, N=2, K=1, D=512, E=256, causal=True, lengths=True, offset=True, sinks=1.0), "bfloat16"),
+    (Case(B=1, T=70, S=90, N=1, K=1, D=320, E=320, segments=True, mask="1nts", dropout=0.2, soft_cap=2.0), "float16"),
+    (Case(B=1, T=70, S=90, N=1, K=1, D=64, E=264, window=(30, 20), bias="11ts", deterministic=True), "bfloat16"),
+    (Case(B=1, T=70, S=90, N=1, K=1, D=264, E=8, window=(30, 20)), "float32"),
+    (Case(B=1, T=80, S=100, N=2, K=1, D=8, E=384, block_mask=block_mask(1, 80, 100, 16, 32)), "bfloat16"),
+    (Case(B=2, T=1, S=1030, N=4, K=1, D=576, E=512, causal=True, offset=True, lengths=True), "bfloat16"),
+], ids=str)  # fmt: skip
+def test_heads_in_slices(case, dtype):
+    """Head dims above 256, which GPUs process in slices."""
+    check(case, dtype)
 
 
 @pytest.mark.parametrize("cap", [1e-5, 1e-2, 50.0, 1e8])

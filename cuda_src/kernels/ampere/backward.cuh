@@ -18,9 +18,9 @@
 
 #include "ampere/backward_prepare.cuh"
 #include "ampere/parts.cuh"
+#include "ampere/q_tiles.cuh"
 #include "ampere/scores.cuh"
 #include "ptx/reduce.cuh"
-#include "scheduler/lists.cuh"
 
 namespace jax_flash::ampere::backward {
 
@@ -43,33 +43,6 @@ struct Shared {
   SharedTile<kRows, kVDim> d_o[kStages];
   SharedTile<kRows, kKeys> p, ds;
   Visible rows;  // the rows that see the kv tile
-};
-
-// Visits the q tiles that see the kv tile, over all heads of the group.
-template <bool kFromList>
-struct QTiles {
-  int head, row;
-  const int last_head, first;
-  const Visible& rows;
-
-  __device__ __forceinline__ QTiles(const Params& p, int, int kv_head, const BlockList&, const Visible& rows)
-      : head(kv_head * (p.q_heads / p.kv_heads)),
-        row(rows.any_lo / kRows * kRows),
-        last_head(head + p.q_heads / p.kv_heads - 1),
-        first(row),
-        rows(rows) {}
-
-  __device__ __forceinline__ bool Exists() const { return head <= last_head; }
-  __device__ __forceinline__ void Next() {
-    const bool end = row + kRows >= rows.any_hi;
-    row = end ? first : row + kRows;
-    head += end;
-  }
-};
-
-template <>
-struct QTiles<true> : ListedQTiles<kRows> {
-  using ListedQTiles::ListedQTiles;
 };
 
 struct Backward {
@@ -170,7 +143,7 @@ struct Backward {
     const Matrix V(p.value, batch, kv_head, p.kv_len, p.kv_heads, kVDim);
     Clear(dK);
     Clear(dV);
-    QTiles<kListed> tiles(p, batch, kv_head, blocks, rows);
+    QTiles<kListed, kRows> tiles(p, batch, kv_head, blocks, rows);
     if (rows.any_lo < rows.any_hi && (!kListed || tiles.Exists())) {
       const int kv_length = PositionsOf(p, batch).kv_length;
       shared.k.template Load<kThreads>(K.data, K.stride, column, kv_length);

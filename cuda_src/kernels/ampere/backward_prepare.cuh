@@ -17,10 +17,13 @@ extern "C" __global__ void jax_flash_backward_prepare(const __grid_constant__ Ro
   const int64_t batch = at / PaddedRows(p) / p.q_heads;
   const bool exists = batch < p.batch && row < p.q_len;
   float sum = 0.0f;
-  if (exists && lane < kVDim / 8) {
+#pragma unroll
+  for (int first = 0; first < kVDim; first += 8 * kRowLanes) {
+    const int column = first + 8 * lane;
+    if (!exists || column >= kVDim) continue;
     float o[8], d_o[8];
-    LoadEight<kOutputBytes>(OutputMatrix(p.o, batch, head, p.q_len, p.q_heads, kVDim).At(row, 8 * lane), o);
-    LoadEight<kElementBytes>(Matrix(p.d_o, batch, head, p.q_len, p.q_heads, kVDim).At(row, 8 * lane), d_o);
+    LoadEight<kOutputBytes>(OutputMatrix(p.o, batch, head, p.q_len, p.q_heads, kVDim).At(row, column), o);
+    LoadEight<kElementBytes>(Matrix(p.d_o, batch, head, p.q_len, p.q_heads, kVDim).At(row, column), d_o);
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum += o[i] * d_o[i];
   }

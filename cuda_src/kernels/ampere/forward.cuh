@@ -80,17 +80,7 @@ struct Forward {
 #pragma unroll
     for (int h = 0; h < kLaneRows; ++h) {
       softmax.Finish(h);
-      const float l = kParts ? softmax.l[h] : softmax.Denominator(p, tile.batch, tile.head, h);
-      factor[h] = softmax.l[h] == 0.0f ? 0.0f : ZScale(p) / l;
-      if (threadIdx.x % 4 == 0 && tile.LaneRow() + 8 * h < RowsOfHead(p)) {
-        if constexpr (kParts) {
-          p.l_parts[tile.Statistic(p, h)] = softmax.RowSum(h);
-          p.m_parts[tile.Statistic(p, h)] = softmax.m[h];
-        } else {
-          p.l[tile.Statistic(p, h)] = softmax.RowSum(h);
-          p.m[tile.Statistic(p, h)] = softmax.RowMaximum(p, h);
-        }
-      }
+      factor[h] = FinishRow(p, tile, softmax, h, threadIdx.x % 4 == 0);
     }
     ScaleRows(O, factor);
     if constexpr (kParts) {

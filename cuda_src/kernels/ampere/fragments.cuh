@@ -135,6 +135,18 @@ struct SharedTile {
     });
   }
 
+  // The same for the first `columns` columns of `wanted` rows, in one part. The other columns become zeros.
+  template <int kThreads, typename RowAt, typename Wanted = AllRows>
+  __device__ __forceinline__ void LoadColumns(RowAt row_at, int row0, int end, int columns, Wanted wanted = {}) {
+    const Share<kThreads> share;
+    const uint32_t to = SharedAddress(bytes) + share.offset;
+    share.ForEach([&](int row, int chunk, bool) {
+      const int r = row0 + share.row + row;
+      const bool there = r < end && (share.chunk + chunk) * 16 < columns * kElementBytes && wanted(r);
+      CpAsync(to + row * kStride + chunk * 16, row_at(r) + (share.chunk + chunk) * 16, there);
+    });
+  }
+
   // Called after this thread's own loads have arrived. The threads must synchronise afterwards.
   template <int kThreads>
   __device__ __forceinline__ void Landed() {

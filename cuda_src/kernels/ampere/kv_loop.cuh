@@ -1,7 +1,7 @@
 // Common parts of the Ampere kernels that keep a tile of Q and loop over K and V.
 //
 // Tiles of S have kRows rows (16 or 32 for each warp) and kKeys columns (a multiple of 16). Shared memory has kStages
-// tiles of K and V, at least 2. The host launches a CTA of kThreads threads for each q tile of each head of each batch
+// tiles of K and V, at least 2. For wide heads, several warps share rows (ampere/slices.cuh). The host launches a CTA of kThreads threads for each q tile of each head of each batch
 // entry. With split-KV, it launches one for each part of each tile of each key/value head. With a block mask, each
 // block consists of whole tiles. Partial blocks at the edges have the same number of tiles.
 #pragma once
@@ -21,9 +21,14 @@ constexpr int kStages = kTiling.stages;
 constexpr int kPage = kProblem.page;  // keys per page; 0 without pages
 
 constexpr int kThreads = 32 * kWarps;
-constexpr int kWarpRows = kRows / kWarps;
+constexpr int kRowWarps = kWideHeads ? WideRowWarps(kRows) : kWarps;  // warps with different rows
+constexpr int kColumnWarps = kWarps / kRowWarps;                      // warps that share rows
+constexpr int kWarpRows = kRows / kRowWarps;
 constexpr int kLaneRows = kWarpRows / 8;
 static_assert(kWarpRows % 16 == 0 && kKeys % 16 == 0 && kStages >= 2);
+
+// This warp's first row in a tile.
+__device__ __forceinline__ int WarpRow() { return threadIdx.x / 32 / kColumnWarps * kWarpRows; }
 
 // The number of rows in all q tiles of a head, or of the heads packed into one, and the number of tiles.
 __device__ __forceinline__ int RowsOfHead(const Params& p) { return p.q_len * kPacked; }
@@ -84,11 +89,11 @@ struct QTile {
   }
 
   // This lane's first row. Its other rows follow at distances of 8.
-  __device__ __forceinline__ int LaneRow() const { return row + threadIdx.x / 32 * kWarpRows + threadIdx.x % 32 / 4; }
+  __device__ __forceinline__ int LaneRow() const { return row + WarpRow() + threadIdx.x % 32 / 4; }
 
-  // This warp's rows of S, with keys from `column` on.
-  __device__ __forceinline__ Scores WarpScores(const Params& p, int column) const {
-    return Scores(p, batch, head, row + threadIdx.x / 32 * kWarpRows, column, KindOfBlock(p, batch, head, row, column));
+  // This warp's rows of S, with keys from `part` on in the tile at `column`.
+  __device__ __forceinline__ Scores WarpScores(const Params& p, int column, int part = 0) const {
+    return Scores(p, batch, head, row + WarpRow(), column + part, KindOfBlock(p, batch, head, row, column));
   }
   // Are all entries of this tile of S visible and, with a bias to look up, within T and S?
   __device__ __forceinline__ bool Every(const Params& p, int column) const {
@@ -192,6 +197,13 @@ struct KVRange<true> : ListedKeys<kKeys> {
   __device__ __forceinline__ void Next() { ListedTiles::Next(keys); }
 };
 
+// The index of key j among the keys of all pages. Invalid page numbers are clamped.
+__device__ __forceinline__ int PagedKey(const Params& p, int batch, int j) {
+  j = min(j, p.kv_len - 1);
+  const int page = __ldg(p.page_table + int64_t(batch) * (p.kv_len / kPage) + j / kPage);
+  return min(max(page, 0), p.pages - 1) * kPage + j % kPage;
+}
+
 // Starts to load the next tiles of K and V, or one of `parts` of them. After the last tile it writes zeros.
 struct LoadNext {
   const Params& p;
@@ -204,8 +216,9 @@ struct LoadNext {
     const Matrix K = tile.Key(p, p.key, kQKDim), V = tile.Key(p, p.value, kVDim);
     const int from = next.Exists() ? next.Column() : 0, end = next.Exists() ? tile.keys.any_hi : 0;
     if constexpr (kPage > 0) {
-      shared.k[stage].template LoadRows<kThreads>([&](int j) { return K.At(PagedKey(j), 0); }, from, end, part, parts);
-      shared.v[stage].template LoadRows<kThreads>([&](int j) { return V.At(PagedKey(j), 0); }, from, end, part, parts);
+      const auto key = [&](int j) { return PagedKey(p, tile.batch, j); };
+      shared.k[stage].template LoadRows<kThreads>([&](int j) { return K.At(key(j), 0); }, from, end, part, parts);
+      shared.v[stage].template LoadRows<kThreads>([&](int j) { return V.At(key(j), 0); }, from, end, part, parts);
     } else {
       shared.k[stage].template Load<kThreads>(K.data, K.stride, from, end, part, parts);
       shared.v[stage].template Load<kThreads>(V.data, V.stride, from, end, part, parts);
@@ -226,13 +239,6 @@ struct LoadNext {
     stage = stage == kStages - 1 ? 0 : stage + 1;
   }
 
- private:
-  // The index of key j among the keys of all pages. Invalid page numbers are clamped.
-  __device__ __forceinline__ int PagedKey(int j) const {
-    j = min(j, p.kv_len - 1);
-    const int page = __ldg(p.page_table + int64_t(tile.batch) * (p.kv_len / kPage) + j / kPage);
-    return min(max(page, 0), p.pages - 1) * kPage + j % kPage;
-  }
 };
 
 // Calls step(k, v, column, load_next) for the kv tiles that the q tile sees. It goes from right to left, so tiles that
@@ -280,6 +286,23 @@ __device__ __forceinline__ void LoadQ(const Params& p, const QTile& tile, Shared
   }
 }
 
+// Forward: returns the factor diag(l)^-1 of row LaneRow() + 8 h of O, after softmax.Finish(h). One lane of each row
+// `writes` l and m.
+__device__ __forceinline__ float FinishRow(const Params& p, const QTile& tile, const OnlineSoftmax<kLaneRows>& softmax,
+                                           int h, bool writes) {
+  const float l = kParts ? softmax.l[h] : softmax.Denominator(p, tile.batch, tile.head, h);
+  if (writes && tile.LaneRow() + 8 * h < RowsOfHead(p)) {
+    if constexpr (kParts) {
+      p.l_parts[tile.Statistic(p, h)] = softmax.RowSum(h);
+      p.m_parts[tile.Statistic(p, h)] = softmax.m[h];
+    } else {
+      p.l[tile.Statistic(p, h)] = softmax.RowSum(h);
+      p.m[tile.Statistic(p, h)] = softmax.RowMaximum(p, h);
+    }
+  }
+  return softmax.l[h] == 0.0f ? 0.0f : ZScale(p) / l;
+}
+
 // C = diag(x) C, where x[h] is for row LaneRow() + 8 h.
 template <int kCount, int kChunks>
 __device__ __forceinline__ void ScaleRows(float (&C)[kCount][kChunks][4], const float (&x)[2 * kCount]) {
@@ -300,7 +323,7 @@ __device__ __forceinline__ void Write(const float (&C)[kCount][kChunks][4], Shar
 #pragma unroll
   for (int m = 0; m < kCount; ++m) {
 #pragma unroll
-    for (int c = 0; c < kChunks; ++c) shared.Put(threadIdx.x / 32 * kWarpRows + 16 * m, 8 * c, C[m][c]);
+    for (int c = 0; c < kChunks; ++c) shared.Put(WarpRow() + 16 * m, 8 * c, C[m][c]);
   }
   __syncthreads();
   shared.template Store<kThreads>(to.data, to.stride, row, end);
@@ -313,7 +336,7 @@ __device__ __forceinline__ void WriteOutput(const float (&C)[kCount][kChunks][4]
   if constexpr (kUnrounded) {
 #pragma unroll
     for (int h = 0; h < 2 * kCount; ++h) {
-      const int r = row + threadIdx.x / 32 * kWarpRows + threadIdx.x % 32 / 4 + 8 * h;
+      const int r = row + WarpRow() + threadIdx.x % 32 / 4 + 8 * h;
       if (r >= end) continue;
 #pragma unroll
       for (int c = 0; c < kDim / 8; ++c) {

@@ -120,8 +120,9 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int x = 0; x < EntriesOfLine(S); x += 2) maximum = fmaxf(maximum, fmaxf(At(S, h, x), At(S, h, x + 1)));
     m[h] = fmaxf(m[h], LaneMax<4>(maximum));
-    return (m[h] - reference[h]) * to_log2 > kRescaleAt;
+    return Grown(h);
   }
+  __device__ __forceinline__ bool Grown(int h) const { return (m[h] - reference[h]) * to_log2 > kRescaleAt; }
 
   // Multiplies l_i by alpha = exp(old m_i - new m_i), and returns alpha, the factor for O.
   __device__ __forceinline__ float Rescale(int h) {

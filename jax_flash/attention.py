@@ -207,7 +207,7 @@ def dot_product_attention(
         an operation in `score_mod` or `mask_mod`. It is also raised when a program with "flash" is lowered with a
         symbolic batch size or length, or for a platform without kernels.
       jax.errors.JaxRuntimeError: if "flash" is compiled for a GPU, and the GPU kernels do not support the call, such as
-        float64 or a head dim above 256.
+        float64 or a head dim above 576.
 
     Padding: tokens beyond `query_seq_lengths` and `key_value_seq_lengths`, and queries that see no key under the masks,
     are padding. They and their cotangents may hold any value, including NaN. They do not affect other tokens, forward

@@ -136,6 +136,9 @@ NB_MODULE(_native, module) {
   // thread may be looking for it too.
   using NoGil = nb::call_guard<nb::gil_scoped_release>;
   module.def(
+      "cuda_reads_latent", [](std::string_view problem) { return jax_flash::ReadsLatent(Decoded(problem)); },
+      nb::arg("problem"), "Do the CUDA kernels of a forward read the value from the latent?");
+  module.def(
       "cuda_refusal", [](std::string_view problem) { return jax_flash::CudaRefusal(Decoded(problem)); },
       nb::arg("problem"), "Why there are no CUDA kernels for a problem; empty if there are.");
   module.def(

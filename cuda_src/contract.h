@@ -80,7 +80,8 @@ JAX_FLASH_STATIC_HOST_DEVICE constexpr SoftCap SoftCapOf(double cap) {
   FIELD(bool, q_lengths, p.mask.query_seq_lengths)                                \
   FIELD(bool, kv_lengths, p.mask.key_value_seq_lengths)                           \
   FIELD(bool, segments, p.mask.segment_ids)                                       \
-  FIELD(int, page, int(p.page)) /* keys per page; 0: no pages */                  \
+  FIELD(int, page, int(p.page))       /* keys per page; 0: no pages */            \
+  FIELD(bool, latent, ReadsLatent(p)) /* is the value the start of the key? */    \
   FIELD(bool, ranges, p.mask.ranges)                                              \
   FIELD(bool, query_offset, p.mask.query_offset)                                  \
   FIELD(bool, origin, p.origin)                                                   \

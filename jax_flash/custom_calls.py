@@ -411,6 +411,14 @@ def _ffi_call(*arrays: jax.Array, call: Call, scratch_bytes: int = 0, gpu: bool 
     return varying_alike(tuple(x.astype(types[name].dtype) for name, x in results.items()), arrays)
 
 
+def _call_kernels(*arrays: jax.Array, call: Call, latent: bool, **options: Any) -> Results:
+    """Call the kernels, with `latent` without the value, which they read from the latent."""
+    named = dict(zip(call.arrays, arrays, strict=True))
+    if latent:
+        named = {name: x for name, x in named.items() if name not in ("value", "value_pages")}
+    return _ffi_call(*named.values(), call=call._replace(arrays=tuple(named)), **options)
+
+
 @functools.partial(jax.jit, static_argnames="call")
 def _plain_call(*arrays: jax.Array, call: Call) -> Results:
     return plain(call, dict(zip(call.arrays, arrays, strict=True)))
@@ -428,25 +436,22 @@ def _lower_cpu(ctx, *arrays, call: Call, jaxpr: ClosedJaxpr):
     if _falls_back(call, "cpu"):
         return _lower_elsewhere(ctx, *arrays, call=call, jaxpr=jaxpr)
 
-    def compute(*arrays: jax.Array) -> Results:
-        named = dict(zip(call.arrays, arrays, strict=True))
-        if call.problem.latent and call.target == "jax_flash_forward":
-            named = {name: x for name, x in named.items() if name not in ("value", "value_pages")}
-        return _ffi_call(*named.values(), call=call._replace(arrays=tuple(named)))
-
-    return mlir.lower_fun(compute)(ctx, *arrays)
+    latent = call.problem.latent and call.target == "jax_flash_forward"
+    return mlir.lower_fun(functools.partial(_call_kernels, call=call, latent=latent))(ctx, *arrays)
 
 
 def _lower_cuda(ctx, *arrays, call: Call, jaxpr: ClosedJaxpr):
     if _falls_back(call, "cuda"):
         return _lower_elsewhere(ctx, *arrays, call=call, jaxpr=jaxpr)
-    call = call._replace(problem=dataclasses.replace(call.problem, latent=False))
+    latent = call.target == "jax_flash_forward" and _native.cuda_reads_latent(call.problem.encode())
+    call = call._replace(problem=dataclasses.replace(call.problem, latent=latent))
     exported = ctx.module_context.lowering_parameters.for_export
     problem, backward = _text(call.problem, call.moving), call.target == "jax_flash_backward"
     if not exported:
         compilation.start(problem, backward)
     scratch_bytes = _native.cuda_scratch_bytes(problem, backward, exported)
-    return mlir.lower_fun(functools.partial(_ffi_call, call=call, scratch_bytes=scratch_bytes, gpu=True))(ctx, *arrays)
+    kernels = functools.partial(_call_kernels, call=call, latent=latent, scratch_bytes=scratch_bytes, gpu=True)
+    return mlir.lower_fun(kernels)(ctx, *arrays)
 
 
 def _lower_elsewhere(ctx, *arrays, call: Call, jaxpr: ClosedJaxpr):

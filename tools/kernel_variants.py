@@ -34,7 +34,8 @@ from jax_flash.scores import Score
 SHARED_LIMITS = {"sm_80": 163, "sm_89": 99, "sm_90a": 227, "sm_100": 227}  # KiB
 TABLE = pathlib.Path(__file__).parents[1] / "build" / "kernels.csv"
 DTYPES = ("bfloat16", "float16", "float32", "float32 at full precision")
-DIMS = ((64, 64), (128, 128), (256, 256), (8, 16), (80, 80), (96, 96), (192, 128), (192, 192), (64, 128), (512, 512), (576, 64))
+DIMS = ((64, 64), (128, 128), (256, 256), (8, 16), (80, 80), (96, 96), (192, 128), (192, 192), (64, 128))
+DIMS += ((512, 512), (576, 64))
 NARROW = tuple(dims for dims in DIMS if max(dims) <= 128)
 GRADIENTS = ("all", "deterministic", "key and value", "query")
 EVERY_GRADIENT = ("dq", "dk", "dv", "dbias", "dsinks")

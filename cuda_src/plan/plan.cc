@@ -240,6 +240,8 @@ std::string CudaRefusal(const Problem& p) {
   return "";
 }
 
+bool ReadsLatent(const Problem& p) { return p.latent && HasWideHeads(p); }
+
 bool NothingToCompute(const Problem& p) { return p.batch == 0 || p.q_heads == 0 || p.q_len == 0 || p.kv_len == 0; }
 
 int AddUnit(const std::string& file, DependsOn depends_on, const Problem& p, const KernelTiling& tiling, Plan* plan) {

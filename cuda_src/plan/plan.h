@@ -18,6 +18,9 @@ enum class Pass { kForward, kBackward, kTangent };
 // The reason why no GPU supports the problem; empty if some do.
 std::string CudaRefusal(const Problem& problem);
 
+// Do the kernels of a forward read the value from the latent? Otherwise the value is an operand.
+bool ReadsLatent(const Problem& problem);
+
 // Are the results independent of the operands, because there are no queries or no keys?
 bool NothingToCompute(const Problem& problem);
 

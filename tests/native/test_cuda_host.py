@@ -84,6 +84,14 @@ def test_wide_heads(arch, deterministic):
     assert scratch(arch, True, **wide, **GRADIENTS) == 2 * 4 * (2 * 8 * 512)  # L and D of every row
 
 
+@pytest.mark.parametrize(("dims", "reads"), [((576, 512), 1), ((256, 64), 0)])
+def test_latent(dims, reads):
+    """Kernels for head dims above 256 read the value from the latent. Others have the value as an operand."""
+    latent = {"qk_dim": dims[0], "v_dim": dims[1], "kv_heads": 1, "latent": True}
+    assert _native.cuda_reads_latent(problem(**latent).encode()) == reads
+    assert fields("sm_80", **latent)["latent"] == reads
+
+
 def test_grid_limit():
     many = {"batch": 2**27, "q_heads": 1, "kv_heads": 1, "q_len": 1, "kv_len": 16, "qk_dim": 256, "v_dim": 256}
     assert _native.cuda_refusal(problem(**many).encode()) == ""

@@ -36,7 +36,9 @@ def test_feature_in_f64(case):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("D", [1, 3, 8, 17, 32, 40, 64, 72, 80, 96, 128, 160, 192, 200, 256, 264, 320, 384, 512, 513, 576])
+@pytest.mark.parametrize(
+    "D", [1, 3, 8, 17, 32, 40, 64, 72, 80, 96, 128, 160, 192, 200, 256, 264, 320, 384, 512, 513, 576]
+)
 def test_head_dim(D, dtype):
     check(Case(B=1, T=70, S=90, N=2, K=1, D=D, E=D, causal=True), dtype)
     check(Case(B=1, T=33, S=50, N=1, K=1, D=D, E=max(256 - D, 8), dropout=0.2), dtype)

@@ -1,9 +1,10 @@
 // Common parts of the Ampere kernels that keep a tile of Q and loop over K and V.
 //
 // Tiles of S have kRows rows (16 or 32 for each warp) and kKeys columns (a multiple of 16). Shared memory has kStages
-// tiles of K and V, at least 2. For wide heads, several warps share rows (ampere/slices.cuh). The host launches a CTA of kThreads threads for each q tile of each head of each batch
-// entry. With split-KV, it launches one for each part of each tile of each key/value head. With a block mask, each
-// block consists of whole tiles. Partial blocks at the edges have the same number of tiles.
+// tiles of K and V, at least 2. For wide heads, several warps share rows (ampere/slices.cuh). The host launches a CTA
+// of kThreads threads for each q tile of each head of each batch entry. With split-KV, it launches one for each part of
+// each tile of each key/value head. With a block mask, each block consists of whole tiles. Partial blocks at the edges
+// have the same number of tiles.
 #pragma once
 
 #include "ampere/matrix.cuh"
@@ -238,7 +239,6 @@ struct LoadNext {
     next.Next();
     stage = stage == kStages - 1 ? 0 : stage + 1;
   }
-
 };
 
 // Calls step(k, v, column, load_next) for the kv tiles that the q tile sees. It goes from right to left, so tiles that

@@ -152,8 +152,7 @@ struct Gradient {
 extern "C" __constant__ int jax_flash_shared_bytes = sizeof(Shared);
 
 // CTAs are ordered head by head, so their loads hit L2. The first keys come first; if causal, the most rows see them.
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    jax_flash_backward(const __grid_constant__ KernelParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) jax_flash_backward(const __grid_constant__ KernelParams p) {
   extern __shared__ __align__(16) uint8_t memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   constexpr int kGradients = kDS + kDV;

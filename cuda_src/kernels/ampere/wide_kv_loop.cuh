@@ -24,7 +24,8 @@ __device__ __forceinline__ void LoopOverSlices(const Params& p, const QTile& til
     n %= kQKSlices + kVSlices;
     const bool of_key = n < kQKSlices;
     const int first = (of_key ? n : n - kQKSlices) * kSlice, dim = of_key ? kQKDim : kVDim;
-    const Matrix matrix = tile.Key(p, of_key ? p.key : p.value, dim);
+    const bool in_key = of_key || kProblem.latent;  // a latent starts with the value
+    const Matrix matrix = tile.Key(p, in_key ? p.key : p.value, in_key ? kQKDim : kVDim);
     const auto row = [&](int j) { return matrix.At(kPage > 0 ? PagedKey(p, tile.batch, j) : j, first); };
     const int from = later ? later_column : column;
     to.template LoadColumns<kThreads>(row, max(from, 0), from < 0 ? 0 : tile.keys.any_hi, dim - first);

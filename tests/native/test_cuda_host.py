@@ -30,10 +30,10 @@ ONE = Extent(False, False, True, True)
         ({"qk_dim": 0}, "head dim 0"),
         ({"v_dim": 584}, "head dim 584: the CUDA kernels support multiples of 8 up to 576"),
         (
-            {"dtype": "float32", "v_dim": 264, "bias": ONE, "bias_dtype": "float32", "dbias": True},
+            {"dtype": "float32", "v_dim": 264, "bias": ONE, "bias_dtype": "float32", "requested": ("dbias",)},
             "float32 with head dims above 256: the CUDA kernels have no gradient of a bias",
         ),
-        ({"v_dim": 264, "query_tangent": True}, "head dims above 256: the CUDA kernels have no tangent"),
+        ({"v_dim": 264, "moving": ("query",)}, "head dims above 256: the CUDA kernels have no tangent"),
         ({"kv_len": 2**31}, "length"),
         ({"batch": 1, "q_len": 2**31 - 4096}, "length 2147479552: the CUDA kernels support at most 2147479551"),
         ({"batch": 2**20, "q_len": 2**20}, "too large"),
@@ -76,11 +76,12 @@ def test_wide_heads(arch, deterministic):
     main, query = "ampere/wide_backward.cuh", "ampere/wide_backward_query.cuh"
     prepare, dq = "jax_flash_backward_prepare", (query, "jax_flash_backward_query")
     assert kernels(arch, True, **wide, **GRADIENTS) == [(main, prepare), (main, "jax_flash_backward"), dq]
-    assert kernels(arch, True, **wide, dv=True) == [(main, prepare), (main, "jax_flash_backward")]
-    assert kernels(arch, True, **wide, dq=True) == [("ampere/backward_prepare.cuh", prepare), dq]
-    biased = {"bias": ONE, "bias_dtype": "bfloat16", "dbias": True}
-    bias = ("ampere/backward_bias.cuh", "jax_flash_backward_bias")
-    assert kernels(arch, True, **wide, **biased, dq=True)[:3] == [("ampere/backward_prepare.cuh", prepare), dq, bias]
+    assert kernels(arch, True, **wide, requested=("dv",)) == [(main, prepare), (main, "jax_flash_backward")]
+    assert kernels(arch, True, **wide, requested=("dq",)) == [("ampere/backward_prepare.cuh", prepare), dq]
+    biased = {"bias": ONE, "bias_dtype": "bfloat16"}
+    launches = kernels(arch, True, **wide, **biased, requested=("dq", "dbias"))
+    assert launches[:2] == [("ampere/backward_prepare.cuh", prepare), dq]
+    assert launches[2] == ("ampere/backward_bias.cuh", "jax_flash_backward_bias")
     assert scratch(arch, True, **wide, **GRADIENTS) == 2 * 4 * (2 * 8 * 512)  # L and D of every row
 
 

@@ -189,6 +189,7 @@ std::string Check(Problem* problem) {
   }
   if (p.mask.ranges && (p.mask.is_causal || p.mask.local_window_size.present() || p.mask.query_seq_lengths))
     return "ranges are not supported with is_causal, local_window_size or query_seq_lengths, which they contain";
+  if (p.dropout_tiles && !p.dropout()) return "dropout_tiles without dropout";
   if (p.mask.ranges && !p.mask.key_value_seq_lengths) return "ranges without key_value_seq_lengths";
   for (const int64_t size : {p.mask.q_block, p.mask.kv_block}) {
     if (p.mask.block_mask.present ? size <= 0 || size % 16 != 0 : size != 0)
@@ -262,6 +263,8 @@ int64_t Problem::size(char dim, const Extent& extent) const {
   if (dim == 'U') return block_rows();
   if (dim == 'V') return block_columns();
   if (dim == 'W') return element_words();
+  if (dim == 'H') return (q_len + 15) / 16;
+  if (dim == 'I') return (kv_len + 15) / 16;
   if (dim == 'X') return 2;
   throw std::logic_error("a dim that no array has");
 }

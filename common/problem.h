@@ -80,6 +80,7 @@ struct WindowSize {
   FIELD(DType, dtype, DType::kNone)                                                                                   \
   FIELD(Extent, sinks, {})                   /* an extra logit in the softmax of each row; by batch entry and head */ \
   FIELD(bool, origin, false)                 /* an offset of rows and keys in dropout and programs */                 \
+  FIELD(bool, dropout_tiles, false)          /* dropout counts tiles of 16 rows and keys by tables, not by origin */  \
   FIELD(int64_t, page, 0)                    /* keys of a page, a multiple of kPageStep; 0: no pages */               \
   FIELD(int64_t, pages, 0)                   /* number of pages */                                                    \
   FIELD(bool, latent, false)                 /* forward only: the value is the start of the key, and no operand */    \
@@ -131,8 +132,8 @@ struct Problem : RequestedGradients, MovingOperands {
   DType dbias_dtype() const { return BytesOf(score.bias_dtype) == 2 ? score.bias_dtype : DType::kF32; }
   // The size of a dim, by its letter; 1 if the array is broadcast over it. Letters stand for the sizes above. The
   // others are U and V for block_rows and block_columns, G for pages, A for page, M for pages_of_entry, R for
-  // row_list_size, C for column_list_size, P for element_masks, Q for q_block, W for element_words, X for the 2 words
-  // of a seed, and 1 for 1.
+  // row_list_size, C for column_list_size, P for element_masks, Q for q_block, W for element_words, H and I for the
+  // tiles of 16 rows and keys, X for the 2 words of a seed, and 1 for 1.
   int64_t size(char dim, const Extent& extent) const;
   // The number of elements of an array with these dims.
   int64_t elements(const char* dims, const Extent& extent) const;

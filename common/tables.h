@@ -31,6 +31,8 @@ namespace jax_flash {
   OPERAND(int32_t, keys_of_rows, DType::kNone, "BTX", p.mask.ranges)                                              \
   OPERAND(int32_t, rows_of_keys, DType::kNone, "BSX", p.mask.ranges)                                              \
   OPERAND(int32_t, query_offset, DType::kNone, "B", p.mask.query_offset)                                          \
+  OPERAND(int32_t, row_tiles, DType::kNone, "H", p.dropout_tiles)                                                 \
+  OPERAND(int32_t, key_tiles, DType::kNone, "I", p.dropout_tiles)                                                 \
   OPERAND(int32_t, origin, DType::kNone, "X", p.origin)                                                           \
   OPERAND(int32_t, blocks, DType::kNone, "BNUV", p.mask.block_mask)                                               \
   OPERAND(int32_t, row_lists, DType::kNone, "BNUR", p.mask.block_mask)                                            \

@@ -13,7 +13,8 @@ template <typename A>
 class DropoutMask {
  public:
   DropoutMask() = default;
-  DropoutMask(const Problem& p, Carver* carver) : scale(A(p.keep_scale())), threshold_(int32_t(p.drop_threshold)) {
+  DropoutMask(const Problem& p, Carver* carver)
+      : scale(A(p.keep_scale())), threshold_(int32_t(p.drop_threshold)), key_tiles_((p.kv_len + 15) / 16) {
     if (threshold_) bits_ = carver->NewTile<uint16_t>(kTileRows, kTileColumns);
   }
 
@@ -29,13 +30,21 @@ class DropoutMask {
     // Each lane computes one Philox call: two columns in each half of the rows and columns of a 16 x 16 tile.
     constexpr int kCalls = kVectorBytes / 4, kCallColumns = 4 * kCalls;
     const int64_t row0 = in.origin ? in.origin[0] : 0, column0 = in.origin ? in.origin[1] : 0;
-    U32Vec lane;
+    U32Vec lane, columns;
     for (int i = 0; i < kCalls; ++i) lane[i] = uint32_t(i);
     for (int64_t r = 0; r < block.rows; r = r % 16 == 7 ? r + 9 : r + 1) {
       for (int64_t c = block.c0 / kCallColumns * kCallColumns; c < block.c1; c += kCallColumns) {
-        const uint32_t row_counter = uint32_t((row0 + block.i0 + r) / 16 * 8 + r % 8);
-        U32Vec x[4] = {lane + uint32_t((column0 + block.j0 + c) / 4), Fill(row_counter), Fill(in.head_id[n]),
-                       Fill(in.batch_id[b])};
+        int64_t row_tile = (row0 + block.i0 + r) / 16;
+        columns = lane + uint32_t((column0 + block.j0 + c) / 4);
+        if (in.row_tiles) {
+          row_tile = in.row_tiles[(block.i0 + r) / 16];
+          for (int i = 0; i < kCalls; ++i) {
+            const int64_t tile = Min((block.j0 + c) / 16 + i / 4, key_tiles_ - 1);  // a vector may end beyond the keys
+            columns[i] = uint32_t(in.key_tiles[tile] * 4 + i % 4);
+          }
+        }
+        const uint32_t row_counter = uint32_t(row_tile * 8 + r % 8);
+        U32Vec x[4] = {columns, Fill(row_counter), Fill(in.head_id[n]), Fill(in.batch_id[b])};
         Philox(x, in.seed[2 * b], in.seed[2 * b + 1]);
         for (int k = 0; k < 4; ++k) {
           uint16_t* to = bits_.row(r + k / 2 * 8) + c + k % 2 * 8;
@@ -80,6 +89,7 @@ class DropoutMask {
   }
 
   int32_t threshold_ = 0;
+  int64_t key_tiles_ = 0;  // the number of tiles of 16 keys
   Tile<uint16_t> bits_;
 };
 

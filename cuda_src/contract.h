@@ -85,6 +85,7 @@ JAX_FLASH_STATIC_HOST_DEVICE constexpr SoftCap SoftCapOf(double cap) {
   FIELD(bool, ranges, p.mask.ranges)                                              \
   FIELD(bool, query_offset, p.mask.query_offset)                                  \
   FIELD(bool, origin, p.origin)                                                   \
+  FIELD(bool, dropout_tiles, p.dropout_tiles)                                     \
   FIELD(bool, mask, p.mask.array.present)                                         \
   FIELD(int, q_block, int(p.mask.q_block)) /* 0: no block mask */                 \
   FIELD(int, kv_block, int(p.mask.kv_block))                                      \
@@ -239,7 +240,9 @@ struct PartsOfTile {
   /* of each head the prepared blocks and the kv tiles added to dQ (with kOrdered, of each q tile). */                \
   FIELD(int*, prepared, at(layout.prepared))                                                                          \
   FIELD(int*, added, at(layout.added))                                                                                \
-  FIELD(const int32_t*, origin, in.origin) /* global index of the first row and key */                                \
+  FIELD(const int32_t*, origin, in.origin)       /* global index of the first row and key */                          \
+  FIELD(const int32_t*, row_tiles, in.row_tiles) /* global index of each tile of 16 rows, or keys */                  \
+  FIELD(const int32_t*, key_tiles, in.key_tiles)                                                                      \
   FIELD(const int32_t*, keys_of_rows, in.keys_of_rows)                                                                \
   FIELD(const int32_t*, rows_of_keys, in.rows_of_keys)                                                                \
   FIELD(const int32_t*, page_table, in.page_table) /* [batch, page of the entry's keys] */                            \
@@ -292,6 +295,7 @@ namespace reads {
 constexpr bool query = true, key = true, value = true, scale = true, bias = true, mask = true, sinks = true;
 constexpr bool key_pages = true, value_pages = true, page_table = true;
 constexpr bool query_seq_lengths = true, key_value_seq_lengths = true, query_offset = true, origin = true;
+constexpr bool row_tiles = true, key_tiles = true;
 constexpr bool query_segment_ids = true, key_value_segment_ids = true, keys_of_rows = true, rows_of_keys = true;
 constexpr bool blocks = true, row_lists = true, column_lists = true, element_masks = true;
 constexpr bool seed = true, batch_id = true, head_id = true, program_batch = true, program_head = true;

@@ -158,13 +158,23 @@ def random_bits(
       uint32 array [B, N, R, C] with values below 2¹⁵.
     """
     rows, columns = shape
+    row_tiles, column_tiles = (
+        jnp.arange(-(-size // TILE), dtype=jnp.uint32) + jnp.asarray(start, jnp.uint32) // TILE
+        for size, start in ((rows, row_start), (columns, column_start))
+    )
+    return _bits_of_tiles(seed, batch_id, head_id, row_tiles, column_tiles)[:, :, :rows, :columns]
+
+
+def _bits_of_tiles(
+    seed: jax.Array, batch_id: jax.Array, head_id: jax.Array, row_tiles: jax.Array, column_tiles: jax.Array
+) -> jax.Array:
+    """Return `random_bits` of the blocks of 16 x 16 entries with these uint32 indices of tiles of rows and columns."""
     batch, heads = batch_id.shape[0], head_id.shape[0]
-    row_tiles, column_tiles = -(-rows // TILE), -(-columns // TILE)
 
     # One call decides the entries {i, i+8} x {j, j+1, j+8, j+9} of a 16x16 tile: its four words are the quadrants,
     # the lower 15 bits of the two halves of a word the neighbours j, j+1.
-    row_group = jnp.arange(row_tiles * 8, dtype=jnp.uint32) + jnp.asarray(row_start, jnp.uint32) // TILE * 8
-    column_group = jnp.arange(column_tiles * 4, dtype=jnp.uint32) + jnp.asarray(column_start, jnp.uint32) // TILE * 4
+    row_group = (row_tiles[:, None] * 8 + jnp.arange(8, dtype=jnp.uint32)).ravel()
+    column_group = (column_tiles[:, None] * 4 + jnp.arange(4, dtype=jnp.uint32)).ravel()
 
     def at(axis: int, x: jax.Array) -> jax.Array:
         return jnp.expand_dims(x, [i for i in range(4) if i != axis])
@@ -172,10 +182,10 @@ def random_bits(
     words = philox(
         (at(3, column_group), at(2, row_group), at(1, head_id), at(0, batch_id)), (at(0, seed[:, 0]), at(0, seed[:, 1]))
     )
-    quadrants = jnp.stack(words).reshape(2, 2, batch, heads, row_tiles, 8, column_tiles, 4)  # row and column half, ...
+    sizes = len(row_tiles), 8, len(column_tiles), 4
+    quadrants = jnp.stack(words).reshape(2, 2, batch, heads, *sizes)  # row and column half, ...
     halves = jnp.stack([quadrants, quadrants >> 16], axis=-1) & 0x7FFF
-    bits = halves.transpose(2, 3, 4, 0, 5, 6, 1, 7, 8).reshape(batch, heads, row_tiles * TILE, column_tiles * TILE)
-    return bits[:, :, :rows, :columns]
+    return halves.transpose(2, 3, 4, 0, 5, 6, 1, 7, 8).reshape(batch, heads, sizes[0] * TILE, sizes[2] * TILE)
 
 
 def keep_mask(
@@ -190,3 +200,16 @@ def keep_mask(
     """Return whether each entry of a block of P is kept: bool [B, N, R, C]. The arguments are as in `random_bits`."""
     bits = random_bits(seed, batch_id, head_id, shape, row_start, column_start)
     return bits >= jnp.uint32(drop_threshold)
+
+
+def keep_mask_of_tiles(
+    drop_threshold: int,
+    seed: jax.Array,
+    batch_id: jax.Array,
+    head_id: jax.Array,
+    row_tiles: jax.Array,
+    column_tiles: jax.Array,
+) -> jax.Array:
+    """Return `keep_mask` of the tiles of 16 rows and columns with these indices: bool [B, N, rows, columns]."""
+    tiles = (x.astype(jnp.uint32) for x in (row_tiles, column_tiles))
+    return _bits_of_tiles(seed, batch_id, head_id, *tiles) >= jnp.uint32(drop_threshold)

@@ -56,6 +56,7 @@ class Problem(Description):
 
     sinks: Extent | None = None  # without rows and columns
     origin: bool = False  # for a part of a call: where dropout and programs count rows and keys from
+    dropout_tiles: bool = False  # for a part of chunks: whether dropout takes tables of tiles instead
 
     page: int = 0  # number of keys in a page; 0: keys are not in pages
     pages: int = 0  # number of pages

@@ -137,8 +137,6 @@ class Division(NamedTuple):
         if self.chunks and problem.q_len != problem.kv_len:
             return f"T = {problem.q_len} and S = {problem.kv_len} must be equal {layout}"
         rows, keys = problem.q_len // whole, problem.kv_len // whole
-        if self.chunks and problem.drop_threshold:
-            return "dropout is not supported with a jax_flash.Layout: use the contiguous or the zigzag layout"
         if problem.drop_threshold and (rows % dropout.TILE or keys % dropout.TILE):
             return f"dropout needs a multiple of {dropout.TILE} rows and keys per part, not {rows} and {keys} ({parts})"
         refusal = problem.mask.refusal_of_part(rows, keys)
@@ -615,6 +613,12 @@ def _part_of_chunks(problem: Problem, division: Division, arrays: Arrays, shift:
         blocks = _taken(part["blocks"], -2, division, chunks[device])
         mask, part = mask.with_blocks(_taken(blocks, -1, division, chunks[source]), part)
     changes: dict[str, Any] = {"q_len": rows, "kv_len": keys}
+    if problem.drop_threshold:
+        for name, owner, length in (("row_tiles", device, problem.q_len), ("key_tiles", source, problem.kv_len)):
+            tiles = length // (division.devices * division.chunks * dropout.TILE)  # of a chunk
+            starts = chunks[owner].astype(jnp.int32)[:, None] * tiles
+            part[name] = (starts + jnp.arange(tiles, dtype=jnp.int32)).reshape(-1)
+        changes["dropout_tiles"] = True
     if problem.programs:  # they receive indices in the order of the layout
         starts = jnp.stack([device * rows, source * keys]).astype(jnp.int32)
         part["origin"] = starts

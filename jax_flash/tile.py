@@ -113,6 +113,11 @@ def kept(problem: Problem, tile: Operands, rows: jax.Array, columns: jax.Array) 
         return None
     assert tile.seed is not None and tile.batch_id is not None and tile.head_id is not None
     start = [x[0] if x.size else 0 for x in (rows, columns)]
+    if tile.row_tiles is not None and tile.key_tiles is not None:
+        tiles = [table[at[::STEP] // STEP] for table, at in ((tile.row_tiles, rows), (tile.key_tiles, columns))]
+        keep = dropout.keep_mask_of_tiles(problem.drop_threshold, tile.seed, tile.batch_id, tile.head_id, *tiles)
+        keep = keep[:, :, : rows.shape[0], : columns.shape[0]]
+        return keep.astype(problem.accumulation_dtype) * dropout.keep_scale(problem.drop_threshold)
     if tile.origin is not None:
         start = [x + first for x, first in zip(start, tile.origin, strict=True)]
     shape = (rows.shape[0], columns.shape[0])

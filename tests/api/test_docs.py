@@ -133,7 +133,7 @@ def documented(declaration: str, name: str, dtype: str, dims: str, condition: st
         "C": "column_list_size",
         "P": "element_masks",
     }
-    sizes |= {"Q": "q_block", "W": "⌈kv_block / 32⌉", "X": "2"}
+    sizes |= {"Q": "q_block", "W": "⌈kv_block / 32⌉", "X": "2", "H": "⌈T / 16⌉", "I": "⌈S / 16⌉"}
     if name in (*BROADCAST, *BLOCK_MASK):
         sizes |= {dim: f"{dim} or 1" for dim in "BNTS"}
     shape = ", ".join(sizes.get(dim, dim) for dim in dims)

@@ -43,17 +43,30 @@ __device__ __forceinline__ uint32_t RowCounter(uint32_t i) { return i / 16 * 8 +
 // The counter's values for the call's first row and column. A call that computes a part of a sequence starts at
 // `origin`, multiples of 16.
 __device__ __forceinline__ uint32_t FirstRowCounter(const Params& p) {
-  return kProblem.origin ? RowCounter(__ldg(p.origin)) : 0;
+  return kProblem.origin && !kProblem.dropout_tiles ? RowCounter(__ldg(p.origin)) : 0;
 }
 __device__ __forceinline__ uint32_t FirstColumns(const Params& p) {
-  return kProblem.origin ? uint32_t(__ldg(p.origin + 1)) / 4 : 0;
+  return kProblem.origin && !kProblem.dropout_tiles ? uint32_t(__ldg(p.origin + 1)) / 4 : 0;
+}
+
+// The same for one row or 16 columns of a part that consists of chunks, by the tables of its tiles. Rows and columns
+// beyond T and S are clamped.
+__device__ __forceinline__ uint32_t OfRow(const Params& p, uint32_t row_counter) {
+  if constexpr (!kProblem.dropout_tiles) return row_counter;
+  const uint32_t tile = min(row_counter / 8, uint32_t(p.q_len - 1) / 16);
+  return uint32_t(__ldg(p.row_tiles + tile)) * 8 + row_counter % 8;
+}
+__device__ __forceinline__ uint32_t OfColumns(const Params& p, uint32_t columns) {
+  if constexpr (!kProblem.dropout_tiles) return columns;
+  return uint32_t(__ldg(p.key_tiles + min(columns, uint32_t(p.kv_len - 1) / 16)));
 }
 
 // The key and counter words for a batch entry and head. They are unset without dropout.
 struct Seed {
+  const Params& p;
   uint32_t key0, key1, head_id, batch_id, first_columns, first_row_counter;
 
-  __device__ __forceinline__ Seed(const Params& p, int batch, int head) {
+  __device__ __forceinline__ Seed(const Params& p, int batch, int head) : p(p) {
     if constexpr (!kDropout) return;
     key0 = p.seed[2 * batch], key1 = p.seed[2 * batch + 1];
     head_id = p.head_id[head], batch_id = p.batch_id[batch];
@@ -63,8 +76,8 @@ struct Seed {
   // The random words of this lane for the 16 columns with index `columns`, and for one row and the row 8 after it.
   __device__ __forceinline__ Philox4 Words(uint32_t columns, uint32_t row_counter) const {
     if constexpr (!kDropout) return {};
-    const uint32_t column = first_columns + columns * 4 + threadIdx.x % 4;
-    return Philox({{column, first_row_counter + row_counter, head_id, batch_id}}, key0, key1);
+    const uint32_t column = first_columns + OfColumns(p, columns) * 4 + threadIdx.x % 4;
+    return Philox({{column, first_row_counter + OfRow(p, row_counter), head_id, batch_id}}, key0, key1);
   }
 };
 
@@ -87,8 +100,9 @@ struct PackedZ {
     Pin(seed);  // or the compiler would compute values of all tiles ahead, and spill them
 #pragma unroll
     for (int c = 0; c < kKeys / 16; ++c) {
-      const uint32_t columns = FirstColumns(p) + (column / 16 + c) * 4 + threadIdx.x % 4;
-      const Philox4 x = Philox({{columns, FirstRowCounter(p) + RowCounter(row), seed[2], seed[3]}}, seed[0], seed[1]);
+      const uint32_t columns = FirstColumns(p) + OfColumns(p, column / 16 + c) * 4 + threadIdx.x % 4;
+      const uint32_t row_counter = FirstRowCounter(p) + OfRow(p, RowCounter(row));
+      const Philox4 x = Philox({{columns, row_counter, seed[2], seed[3]}}, seed[0], seed[1]);
 #pragma unroll
       for (int w = 0; w < 4; ++w) kept[4 * c + w] = NotBelow(x.x[w], p.drop_threshold);
     }

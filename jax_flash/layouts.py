@@ -64,16 +64,17 @@ def balance(cu_seqlens: ArrayLike, devices: int, tokens: int | None = None) -> L
     """Return a layout that balances causal attention of packed documents over devices.
 
     Each device gets equally many tokens, and about equally many visible entries of the score matrix. Documents stay
-    together where this is possible: at most 2·(devices - 1) places of the sequence become the edges of a device's part.
-    The function runs on the host, in NumPy. The shape of the result depends only on `devices` and `tokens`.
+    together, except for those of more than half a device's tokens, and for a few that fill the devices. The function
+    runs on the host, in NumPy. The shape of the result depends only on `devices` and `tokens`.
 
     ::
 
         layout = jax_flash.balance(cu_seqlens, devices=8, tokens=tokens.shape[1])
         tokens, targets, positions = layout.permute((tokens, targets, positions), axis=1)
 
-    Pass the layout as `sequence_layout`. Chunks have at least 128 tokens, if each device has as many. If documents
-    start at multiples of the chunk, no document has to be divided to fill a device.
+    Pass the layout as `sequence_layout`. Chunks have at least 128 tokens, if each device has as many. Start documents
+    at multiples of 128 tokens, with padding before them. Otherwise documents share chunks, and devices have to exchange
+    keys for them.
 
     Args:
       cu_seqlens: integer array [B + 1], the cumulative lengths of the documents, as in `varlen_attention`. Documents
@@ -107,7 +108,8 @@ def balance(cu_seqlens: ArrayLike, devices: int, tokens: int | None = None) -> L
     inside = np.minimum(boundaries - edges[document], lengths[document])  # tokens of this document before the boundary
     before = np.append(0, np.cumsum(lengths * (lengths + 1) // 2))[document] + inside * (inside + 1) // 2
     divides = (0 < inside) & (inside < lengths[document])
-    return Layout(_dealt(np.diff(before), divides[:-1], devices))
+    middle = np.searchsorted(edges, (boundaries[:-1] + boundaries[1:]) // 2, side="right")
+    return Layout(_dealt(np.diff(before), middle, divides[:-1], devices))
 
 
 def chunks_of(share: int) -> int:
@@ -116,20 +118,49 @@ def chunks_of(share: int) -> int:
     return next((n for n in counts if share // n % ALIGNMENT == 0), counts[0])
 
 
-def _dealt(work: np.ndarray, divides: np.ndarray, devices: int) -> np.ndarray:
+def _dealt(work: np.ndarray, document: np.ndarray, divides: np.ndarray, devices: int) -> np.ndarray:
     """Deal chunks to devices: int32 [devices, chunks of a device].
 
     Args:
       work: the visible entries of the rows of each chunk.
+      document: the document in the middle of each chunk.
       divides: whether an edge before each chunk would divide a document.
     """
-    limit = 1.08 * work.sum() / devices
-    deals = []
+    deals = [_documents(work, document, devices)]
     for tolerance in (0.05, 0.02, 0.0):
-        deals.append(_windows(work, divides, devices, tolerance))
-        if work[deals[-1]].sum(1).max() <= limit:
+        if work[deals[-1]].sum(1).max() <= 1.08 * work.sum() / devices:
             return deals[-1]
+        deals.append(_windows(work, divides, devices, tolerance))
     return min(deals, key=lambda deal: work[deal].sum(1).max())
+
+
+def _documents(work: np.ndarray, document: np.ndarray, devices: int) -> np.ndarray:
+    """Deal whole documents, those with the most work first, each to the device with the least work that has room.
+
+    A document of more than half a device's tokens is dealt to all devices like `zigzag`. So each visit of the ring has
+    equal work on all devices, because these documents make up the visits. Documents that fit nowhere are divided.
+    """
+    owner, loads = np.full(len(work), -1), np.zeros(devices)
+    room = np.full(devices, len(work) // devices)
+    pieces = []
+    for chunks in np.split(np.arange(len(work)), np.flatnonzero(np.diff(document)) + 1):
+        part = len(chunks) // (2 * devices) if len(chunks) > len(work) // devices // 2 else 0
+        if part:
+            parts = chunks[: 2 * devices * part].reshape(2, devices, part)
+            both = np.concatenate([parts[0], parts[1, ::-1]], 1)  # [devices, chunks]
+            owner[both] = np.arange(devices)[:, None]
+            loads += work[both].sum(1)
+            room -= 2 * part
+        pieces.append(chunks[2 * devices * part :])
+    for chunks in sorted(pieces, key=lambda chunks: -work[chunks].sum()):
+        fits = np.flatnonzero(room >= len(chunks))
+        if len(fits):
+            device = fits[np.argmin(loads[fits])]
+            owner[chunks] = device
+            loads[device] += work[chunks].sum()
+            room[device] -= len(chunks)
+    owner[owner < 0] = np.repeat(np.arange(devices), room)
+    return np.argsort(owner, kind="stable").reshape(devices, -1).astype(np.int32)
 
 
 def _windows(work: np.ndarray, divides: np.ndarray, devices: int, tolerance: float) -> np.ndarray:

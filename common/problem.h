@@ -128,6 +128,7 @@ struct Problem : RequestedGradients, MovingOperands {
   DType accumulation_dtype() const { return dtype == DType::kF64 ? DType::kF64 : DType::kF32; }
   // The dtype of o and dq.
   DType output_dtype() const { return unrounded ? accumulation_dtype() : dtype; }
+  DType o_dtype() const { return tangent() ? accumulation_dtype() : output_dtype(); }
   // The dtype of dbias on a GPU: the dtype of the bias if it has 16 bits.
   DType dbias_dtype() const { return BytesOf(score.bias_dtype) == 2 ? score.bias_dtype : DType::kF32; }
   // The size of a dim, by its letter; 1 if the array is broadcast over it. Letters stand for the sizes above. The

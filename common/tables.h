@@ -44,9 +44,10 @@ namespace jax_flash {
   OPERAND(int32_t, program_batch, DType::kNone, "B", p.programs())                                                \
   OPERAND(int32_t, program_head, DType::kNone, "N", p.programs())
 
-// The results of the forward. They are also operands of the backward and of the tangent, after the operands above.
+// The results of the forward. They are also operands of the backward and of the tangent, after the operands above. The
+// tangent takes O before it is rounded.
 #define JAX_FLASH_FORWARD_RESULTS(RESULT)              \
-  RESULT(void, o, p.output_dtype(), "BTNE", true)      \
+  RESULT(void, o, p.o_dtype(), "BTNE", true)           \
   RESULT(void, l, p.accumulation_dtype(), "BNT", true) \
   RESULT(void, m, p.accumulation_dtype(), "BNT", true)
 

@@ -17,18 +17,14 @@ namespace {
 // A tile of Q and its running results. P is not divided by l yet.
 template <typename A>
 struct QueryTile {
-  Tile<A> q;       // Q̇ and Q, concatenated: Ṡ = τ [Q̇ Q] [K K̇]ᵀ is one product
-  Tile<A> a;       // Σ_j Z P (Ṡ - reference) V + Z P V̇
-  Tile<A> o = {};  // Σ_j Z P V, if the given O is rounded: a large μ - reference multiplies the error
-  Tile<A> moved;   // Σ_j P (Ṡ - reference), a sum for each lane
+  Tile<A> q;      // Q̇ and Q, concatenated: Ṡ = τ [Q̇ Q] [K K̇]ᵀ is one product
+  Tile<A> a;      // Σ_j Z P (Ṡ - reference) V + Z P V̇
+  Tile<A> moved;  // Σ_j P (Ṡ - reference), a sum for each lane
   A* m;
   A* reference;
   bool* referred;  // does the row have a reference yet?
   RowTile at;
 };
-
-// Is the product Z P V recomputed?
-bool ComputesO(const Problem& p) { return p.scores_move() && BytesOf(p.output_dtype()) == 2; }
 
 template <typename A>
 struct Scratch {
@@ -45,7 +41,6 @@ struct Scratch {
       QueryTile<A>& query = queries[t];
       query.q = carver.NewTile<A>(tile_rows, p.qk_dim + RoundUp(p.qk_dim, kLanes<A>));
       query.a = carver.NewTile<A>(tile_rows, p.v_dim);
-      if (ComputesO(p)) query.o = carver.NewTile<A>(tile_rows, p.v_dim);
       query.moved = carver.NewTile<A>(tile_rows, kLanes<A>);
       query.m = carver.Array<A>(tile_rows);
       query.reference = carver.Array<A>(tile_rows);
@@ -94,7 +89,6 @@ struct Pass {
     LoadRows(HeadRows(in.query, p.dtype, b, i0, p.q_len, n, p.q_heads, p.qk_dim), rows, p.qk_dim, scale,
              FromColumn(query.q, p.qk_dim));
     Zero(query.a, rows, query.a.stride);
-    if (query.o.data) Zero(query.o, rows, query.o.stride);
     Zero(query.moved, rows, query.moved.stride);
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t row = Statistics(query.at) + r;
@@ -189,17 +183,16 @@ struct Pass {
     }
     scratch.dropout_mask.Apply(block, A(1), scratch.s, scratch.s);
     if (p.value_tangent) add(scratch.s, scratch.v_tangent, query.a);
-    if (query.o.data) add(scratch.s, scratch.v, query.o);
   }
 
   // Ȯ = (Z∘P∘Ṡ) V + (Z∘P) V̇ - μ∘O, where μ includes the sink; the tangent of l excludes it.
   void Finish(const QueryTile<A>& query, const TangentResults& out) const {
     const int64_t n = query.at.n, rows = query.at.rows;
-    const auto rows_of = [&](const void* array) {
-      return HeadRows(array, p.output_dtype(), b, query.at.i0, p.q_len, n, p.q_heads, p.v_dim);
+    const auto rows_of = [&](const void* array, DType dtype) {
+      return HeadRows(array, dtype, b, query.at.i0, p.q_len, n, p.q_heads, p.v_dim);
     };
-    const Tile<A> o = query.o.data ? query.o : FromColumn(scratch.v, 0);  // V is no longer needed
-    if (!query.o.data) LoadRows(rows_of(given.o), rows, p.v_dim, A(1), o);
+    const Tile<A> o = scratch.v;  // V is no longer needed
+    LoadRows(rows_of(given.o, p.o_dtype()), rows, p.v_dim, A(1), o);
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t row = Statistics(query.at) + r;
       const A l = static_cast<const A*>(given.l)[row], reference = query.reference[r];
@@ -208,12 +201,11 @@ struct Pass {
       const WithSink<A> sums(p, in, b, n, static_cast<const A*>(given.m)[row], l);
       const A to_p = sums.alpha / sums.l, factor = scratch.dropout_mask.scale * to_p;  // to_p: from exp(S - m) to P
       const A mu = to_p * sum + sums.TermOfMu(p, given, b, n, reference);
-      const A of_o = mu * (query.o.data ? factor : 1);
       A* const a = query.a.row(r);
-      for (int64_t c = 0; c < p.v_dim; ++c) a[c] = l == 0 ? 0 : a[c] * factor - of_o * o.row(r)[c];
+      for (int64_t c = 0; c < p.v_dim; ++c) a[c] = l == 0 ? 0 : a[c] * factor - mu * o.row(r)[c];
       static_cast<A*>(out.l_tangent)[row] = l == 0 ? 0 : sum + l * reference;
     }
-    StoreRows(query.a, rows, p.v_dim, rows_of(out.o_tangent));
+    StoreRows(query.a, rows, p.v_dim, rows_of(out.o_tangent, p.output_dtype()));
   }
 };
 

@@ -26,8 +26,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.export
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
+from jax.interpreters import partial_eval as pe
 
 from jax_flash import _native, blockwise, compilation, denominator, explicit, partitioning, sequence
 from jax_flash.operands import (
@@ -54,6 +55,9 @@ for _platform, _handlers in _native.registrations().items():
 
 
 TARGETS = ("jax_flash_forward", "jax_flash_backward", "jax_flash_tangent")
+
+# The last result of a forward of which a tangent is taken: O in the accumulation dtype. A tangent needs its digits.
+UNROUNDED_O = "unrounded o"
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
@@ -111,6 +115,16 @@ class Call(NamedTuple):
             return "jax_flash_tangent"
         return "jax_flash_forward" if "o" in self.results else "jax_flash_backward"
 
+    @property
+    def with_unrounded_o(self) -> Call:
+        """A forward that also returns `UNROUNDED_O`."""
+        return self._replace(results=("o", "l", "m", UNROUNDED_O))
+
+    @property
+    def without_unrounded_o(self) -> Call:
+        """The same call without `UNROUNDED_O`."""
+        return self._replace(results=tuple(name for name in self.results if name != UNROUNDED_O))
+
     def part(self, problem: Problem) -> Call:
         """Return the same call for a part of its arrays, which has this problem."""
         backward = self.target == "jax_flash_backward"
@@ -153,14 +167,23 @@ primitive.multiple_results = True
 
 
 def bind(call: Call, arrays: Iterable[jax.Array]) -> Results:
-    """Bind the primitive with the jaxpr of its lowering, where JAX finds result types and `custom_partitioning`."""
+    """Bind the primitive with the jaxpr of its lowering, where JAX finds result types and `custom_partitioning`.
+
+    A call with `UNROUNDED_O` also has the jaxpr of the call without it, for dead-code elimination.
+    """
     arrays = tuple(arrays)
-    return tuple(primitive.bind(*arrays, call=call, jaxpr=_evaluate.trace(*arrays, call=call).jaxpr))
+    jaxpr, rounded = _evaluate.trace(*arrays, call=call).jaxpr, None
+    if UNROUNDED_O in call.results:
+        rounded = _evaluate.trace(*arrays, call=call.without_unrounded_o).jaxpr
+    return tuple(primitive.bind(*arrays, call=call, jaxpr=jaxpr, rounded=rounded))
 
 
 @functools.partial(jax.jit, static_argnames="call")
 def _evaluate(*arrays: jax.Array, call: Call) -> Results:
     named = dict(zip(call.arrays, arrays, strict=True))
+    if UNROUNDED_O in call.results:
+        o, l, m = sharded(call.without_unrounded_o._replace(problem=call.problem.without_rounding), named)
+        return o.astype(call.problem.result_dtype("o")), l, m, o
     if call.division is not None:
         return _divided(call, call.division, named)
     return sharded(call, named)
@@ -192,7 +215,7 @@ def batched(
     return results, (0,) * len(results)
 
 
-def _batch(arrays, axes, *, call: Call, jaxpr: ClosedJaxpr):
+def _batch(arrays, axes, *, call: Call, jaxpr: ClosedJaxpr, rounded: ClosedJaxpr | None):
     return batched(bind, call, arrays, axes)
 
 
@@ -201,7 +224,16 @@ def is_unbatched(name: str) -> bool:
     return array_of(name) in UNBATCHED
 
 
-def _lower(ctx, *arrays, call: Call, jaxpr: ClosedJaxpr):
+def _dce(used: list[bool], eqn: JaxprEqn) -> tuple[list[bool], JaxprEqn | None]:
+    """Eliminate dead code: without a tangent, as in reverse mode, O is not needed before it is rounded."""
+    call = eqn.params["call"]
+    if UNROUNDED_O in call.results and any(used) and not used[-1]:
+        params = eqn.params | {"call": call.without_unrounded_o, "jaxpr": eqn.params["rounded"]}
+        eqn = eqn.replace(outvars=eqn.outvars[:-1], params=params)
+    return [any(used)] * len(eqn.invars), eqn if any(used) else None
+
+
+def _lower(ctx, *arrays, call: Call, jaxpr: ClosedJaxpr, rounded: ClosedJaxpr | None):
     if call.problem.symbolic:
         _refuse_or_warn_of_symbols(call)
     for platform in ctx.platforms or ctx.module_context.platforms:
@@ -224,7 +256,7 @@ def _refuse_or_warn_of_symbols(call: Call) -> None:
     warn(f'attention takes implementation="xla", which is slower: {reason}')
 
 
-def _eager(*arrays: jax.Array, call: Call, jaxpr: ClosedJaxpr) -> Results:
+def _eager(*arrays: jax.Array, call: Call, jaxpr: ClosedJaxpr, rounded: ClosedJaxpr | None) -> Results:
     return eagerly(functools.partial(_evaluate, call=call), call, arrays)
 
 
@@ -246,7 +278,8 @@ def eagerly(evaluate: Callable[..., Results], call: Any, arrays: Iterable[jax.Ar
 
 
 primitive.def_impl(_eager)
-primitive.def_abstract_eval(lambda *arrays, call, jaxpr: jaxpr.out_avals)
+primitive.def_abstract_eval(lambda *arrays, call, jaxpr, rounded: jaxpr.out_avals)
+pe.dce_rules[primitive] = _dce
 batching.primitive_batchers[primitive] = _batch
 mlir.register_lowering(primitive, _lower)
 

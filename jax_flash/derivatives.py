@@ -26,7 +26,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh
 
 from jax_flash import bits, blockwise, custom_calls, padding, partitioning
-from jax_flash.custom_calls import Call, batched, lead, over_leading_dims
+from jax_flash.custom_calls import UNROUNDED_O, Call, batched, lead, over_leading_dims
 from jax_flash.explicit import placed
 from jax_flash.operands import CAPTURED, DIFFERENTIATED, SHARED_GRADIENTS, TANGENTS, Operands
 from jax_flash.partitioning import Results, Types
@@ -36,7 +36,7 @@ from jax_flash.varying import varying_alike
 
 # A remat policy that saves these by name, `jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)`, keeps the
 # backward from running the forward again.
-RESIDUAL_NAMES = ("jax_flash_o", "jax_flash_l", "jax_flash_m")
+RESIDUAL_NAMES = ("jax_flash_o", "jax_flash_l", "jax_flash_m", "jax_flash_unrounded_o")
 
 GRADIENTS = {name: gradient for gradient, name in DIFFERENTIATED.items()}  # by the operand
 
@@ -51,7 +51,8 @@ class Tangent(NamedTuple):
     def arrays(self) -> tuple[str, ...]:
         """The arrays of the call, its results if it is a forward, and the tangents."""
         results = ("o", "l", self.m_bits) if self.forward else ()
-        return (*self.of.arrays, *results, *map(self.tangent_of, self.moving))
+        unrounded = (UNROUNDED_O,) if self.takes_unrounded_o else ()
+        return (*self.of.arrays, *results, *unrounded, *map(self.tangent_of, self.moving))
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -72,6 +73,11 @@ class Tangent(NamedTuple):
     def is_custom_call(self) -> bool:
         """Whether a custom call computes the tangents."""
         return self.forward is not None and self.forward.division is None
+
+    @property
+    def takes_unrounded_o(self) -> bool:
+        """Whether the custom call takes O before it is rounded. Its transpose takes the rounded O."""
+        return self.is_custom_call and self.problem.result_dtype("o") != self.problem.accumulation_dtype
 
     @property
     def m_bits(self) -> str:
@@ -128,13 +134,18 @@ def _custom_call(call: Tangent, arrays: tuple[jax.Array, ...]) -> tuple[Call, Ar
     """Return the custom call for the tangent of a forward, and its arrays."""
     forward, named = call.forward, dict(zip(call.arrays, arrays, strict=True))
     assert forward is not None
-    o, l, m = named["o"], named["l"], bits.to(named["l"].dtype, named[call.m_bits])
+    o, l, m = _forward_results(call, named)
     given = {name: named[name] for name in forward.arrays} | {"o": o, "l": l, "m": m}
     for name in call.moving:
         dtype = call.problem.result_dtype("o") if name == "query" else named[name].dtype
         given[TANGENTS[name]] = named[call.tangent_of(name)].astype(dtype)
     results = ("o_tangent", "l_tangent")
     return Call(tuple(given), results, call.problem, fallback=True, moving=call.moving), given
+
+
+def _forward_results(call: Tangent, arrays: Arrays) -> Results:
+    o, l = arrays[UNROUNDED_O if call.takes_unrounded_o else "o"], arrays["l"]
+    return o, l, bits.to(l.dtype, arrays[call.m_bits])
 
 
 def _placed(call: Tangent, arrays: tuple[jax.Array, ...], function: Callable[[Arrays, Types], Results]) -> Results:
@@ -156,8 +167,7 @@ def _plain(call: Call | Tangent, arrays: Arrays) -> Results:
     at = {name: arrays[name] for name in call.moving}
     along = {name: arrays[call.tangent_of(name)] for name in call.moving}
     if call.is_custom_call:
-        o, l, m = arrays["o"], arrays["l"], bits.to(arrays["l"].dtype, arrays[call.m_bits])
-        return blockwise.tangent(call.problem, Operands.of(arrays), along, o, l, m)
+        return blockwise.tangent(call.problem, Operands.of(arrays), along, *_forward_results(call, arrays))
     along = {name: x.astype(at[name].dtype) for name, x in along.items()}
     _, tangents = jax.jvp(lambda moved: _plain(call.of, arrays | moved), (at,), (along,))
     return tangents[: len(call.results)]
@@ -166,11 +176,11 @@ def _plain(call: Call | Tangent, arrays: Arrays) -> Results:
 # --- the derivative of a forward or a backward ------------------------------------------------------------------------
 
 
-def _jvp(primals, tangents, *, call: Call, jaxpr: ClosedJaxpr):
+def _jvp(primals, tangents, *, call: Call, jaxpr: ClosedJaxpr, rounded: ClosedJaxpr | None):
     arrays, moving = dict(zip(call.arrays, primals, strict=True)), _nonzero(call.arrays, tangents)
     if "o" in call.results:
         return _jvp_of_forward(call, arrays, moving)
-    results = custom_calls.primitive.bind(*primals, call=call, jaxpr=jaxpr)
+    results = custom_calls.primitive.bind(*primals, call=call, jaxpr=jaxpr, rounded=rounded)
     tangent = Tangent(call, tuple(moving))
     return results, tangent.bind(arrays | {tangent.tangent_of(name): x for name, x in moving.items()})
 
@@ -186,31 +196,31 @@ def _jvp_of_forward(call: Call, arrays: Arrays, moving: Arrays) -> tuple[Any, An
             'use implementation="xla" or "reference"'
         )
     moving = {name: x for name, x in moving.items() if name not in CAPTURED or name in call.problem.scored}
-    types, dscale = call.problem, moving.pop("scale", None)
+    if not moving:
+        results = custom_calls.bind(call, arrays.values())
+        return results, tuple(ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results)
+    original, dscale = call, moving.pop("scale", None)
+    call = call.without_unrounded_o
     if dscale is not None:
-        call = call._replace(problem=_unrounded(call.problem))
-    o, l, m = custom_calls.bind(call, arrays.values())
-    o, l, m_bits = map(checkpoint_name, (o, l, bits.of(m)), RESIDUAL_NAMES)
+        # dS = P (dP - D) sums to zero over the keys, and D = dO · O. A rounded O shifts D, so each row of the scale's
+        # gradient, Σ S dS, would err by the shift times the mean score of the row.
+        call = call._replace(problem=call.problem.without_rounding)
+    with_o = call.with_unrounded_o if Tangent(call, ()).takes_unrounded_o else call
+    o, l, m, *unrounded = custom_calls.bind(with_o, arrays.values())
+    o, l, m_bits, *unrounded = map(checkpoint_name, (o, l, bits.of(m), *unrounded), RESIDUAL_NAMES)
     m = bits.to(l.dtype, m_bits)
     if dscale is not None:
         along = _with_scale(call.problem, arrays, m, dscale)
         moving["query"] = along + moving["query"].astype(along.dtype) if "query" in moving else along
-    if not moving:
-        return (o, l, m), tuple(ad.Zero(jax.typeof(x).to_tangent_aval()) for x in (o, l, m))
     tangent = Tangent(call, tuple(moving))
     tangents = {tangent.tangent_of(name): x for name, x in moving.items()}
-    do, dl = tangent.bind(arrays | {"o": o, "l": l, tangent.m_bits: m_bits} | tangents)
-    dtype = types.result_dtype("o")
-    return (o.astype(dtype), l, m), (do.astype(dtype), dl, ad.Zero(jax.typeof(m).to_tangent_aval()))
-
-
-def _unrounded(problem: Problem) -> Problem:
-    """Return the problem of the calls if the scale is differentiated: their O and dQ are not rounded.
-
-    dS = P (dP - D) sums to zero over the keys, and D = dO · O. A rounded O shifts D, so each row of the scale's
-    gradient, Σ S dS, would err by the shift times the mean score of the row.
-    """
-    return dataclasses.replace(problem, unrounded=True)
+    given = {"o": o, "l": l, tangent.m_bits: m_bits} | dict(zip((UNROUNDED_O,), unrounded, strict=False))
+    do, dl = tangent.bind(arrays | given | tangents)
+    dtype, dm = original.problem.result_dtype("o"), ad.Zero(jax.typeof(m).to_tangent_aval())
+    if UNROUNDED_O not in original.results:
+        return (o.astype(dtype), l, m), (do.astype(dtype), dl, dm)
+    exact = unrounded[0] if unrounded else o
+    return (o.astype(dtype), l, m, exact), (do.astype(dtype), dl, dm, do.astype(exact.dtype))
 
 
 def _with_scale(problem: Problem, arrays: Arrays, m: jax.Array, dscale: jax.Array) -> jax.Array:

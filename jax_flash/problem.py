@@ -66,7 +66,7 @@ class Problem(Description):
     drop_threshold: int = 0  # below 2^15: an entry is kept if its 15 random bits are at least the threshold
     full_precision: bool = False  # float32 only: no TF32
     deterministic: bool = False  # the backward gives the same bits in every run
-    unrounded: bool = False  # O and dQ have the accumulation dtype: the scale's gradient needs them so
+    unrounded: bool = False  # O and dQ have the accumulation dtype: tangents and the scale's gradient need them so
 
     dlogsumexp: bool = False  # only in a backward: whether the array is present
     requested: tuple[str, ...] = ()  # only in a backward: the gradients, except of captured arrays; in order
@@ -310,6 +310,11 @@ class Problem(Description):
     def group(self) -> int:
         """The number of query heads that share one key/value head."""
         return self.q_heads // self.kv_heads
+
+    @property
+    def without_rounding(self) -> Problem:
+        """The problem of calls with O and dQ in the accumulation dtype."""
+        return dataclasses.replace(self, unrounded=True)
 
     @property
     def accumulation_dtype(self) -> str:

@@ -8,6 +8,7 @@
 //   WarpRows<Tile, kCount, kHeld>       a warp's rows of a tile as left operands, some of them kept in registers
 //   AddRowsTimesRows(C, a, i, b, j)     C += A B^T: rows of two tiles (Q K^T, dO V^T, ...)
 //   AddTimesRows(C, P, b)               C += P B: an accumulator times the rows of a tile (P V, dS K, ...)
+//   AddRowSums(sums, P)                 sums += P 1: row sums of an accumulator
 //   AddColumnsTimesRows(C, a, i, b)     C += A^T B: columns of a tile times rows of another (dK += dS^T Q, ...)
 //   AddTileTimesRows(C, a, i, b)        C += A B: rows of a tile filled by PutOperand times rows of another
 //
@@ -366,6 +367,18 @@ __device__ __forceinline__ void AddTimesRows(float (&C)[kCount][kChunks][4], con
         Mma(C[m][2 * n + 1], x[m], y[1]);
       }
     }
+  }
+}
+
+// sums += P 1: row sums of an accumulator, rounded as in AddTimesRows. All columns of `sums` are equal.
+template <int kCount, int kInner>
+__device__ __forceinline__ void AddRowSums(float (&sums)[kCount][4], const float (&P)[kCount][kInner][4]) {
+  const uint32_t one = kDType == DType::kF32 ? __float_as_uint(1.0f) : Pack(1.0f, 1.0f), pair[2] = {one, one};
+  const OperandB ones = OperandB::Of(pair);
+#pragma unroll
+  for (int s = 0; s < kInner * 8 / kStep; ++s) {
+#pragma unroll
+    for (int m = 0; m < kCount; ++m) Mma(sums[m], ToOperand(P[m], s), ones);
   }
 }
 

@@ -2,16 +2,18 @@
 // Each CTA keeps one tile of Q and loops over tiles of K and V from right to left, as the forward does.
 //
 // Roles: one thread of the producer warpgroup loads tiles by TMA. Each consumer warpgroup has 64 rows. The forward has
-// computed L = m + log l, so there is no online softmax, and nothing is rescaled:
-//   S = Q K_j^T;   Ṡ = Q K̇_j^T + Q̇ K_j^T;   P = exp(S - L)
-//   A += Z P V̇_j + Z P (Ṡ - r) V_j;   mu += rowsum(P (Ṡ - r))
-// At the end Ȯ = A - mu O, and the tangent of l is l (mu + r).
+// computed m and l, so there is no online softmax, and nothing is rescaled:
+//   S = Q K_j^T;   Ṡ = Q K̇_j^T + Q̇ K_j^T;   E = exp(S - m)
+//   A += Z E V̇_j + Z E (Ṡ - r) V_j;   mu += rowsum(E (Ṡ - r))
+// At the end Ȯ = (A - mu O) / l without dropout and sinks, and the tangent of l is mu + l r. With dropout, A has to be
+// multiplied by 1 / keep, and a sink adds its own term to mu: TangentOfRow in semantics/tangent.cuh.
 //
-// The reference r is one number for each row. Adding a number to Ṡ does not change Ȯ. Without r, a large but nearly
-// constant Ṡ would leave Ȯ as the difference of large numbers, and P Ṡ is rounded to 16 bits.
+// The reference r is one number for each row, close to the mean of Ṡ over the keys that the row sees. Ȯ is the same for
+// any r, because a change of r changes A and mu O equally. But E (Ṡ - r) is rounded to 16 bits. With r = 0, a large and
+// nearly constant Ṡ would have large rounding errors, and Ȯ would be a small difference of large numbers.
 //
-// Overlap: the tensor cores always have work. Ṡ follows S, so P is computed meanwhile. P V̇ follows Ṡ, so P (Ṡ - r) is
-// computed meanwhile. The next S follows P (Ṡ - r) V. Nobody waits for A before the next S is ready.
+// Overlap: the tensor cores always have work. Ṡ follows S, so E is computed meanwhile. E V̇ follows Ṡ, so E (Ṡ - r) is
+// computed meanwhile. The next S follows E (Ṡ - r) V. Nobody waits for A before the next S is ready.
 //
 // Q is in registers, so that wgmma reads only K from shared memory. Otherwise both operands of three products would be
 // read from there, which takes as long as the products (docs/design/tangent.md).
@@ -23,6 +25,7 @@
 #pragma once
 
 #include "hopper/tangent_producer.cuh"
+#include "ptx/mma.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace jax_flash::hopper::tangent {
@@ -40,10 +43,11 @@ struct Consumer {
   Ring<kStages> k, v;
   PackedRing<kQBuffers> q;
 
-  float S[kKeys / 2], S_dot[kKeys / 2], A[kVDim / 2];  // P takes the place of S
-  uint32_t P[kKeys / 4], P_dot[kKeys / 4];             // Z P and Z P (Ṡ - r) as left operands
+  float S[kKeys / 2], S_dot[kKeys / 2], A[kVDim / 2];  // E takes the place of S
+  uint32_t E[kKeys / 4], E_dot[kKeys / 4];             // Z E and Z E (Ṡ - r) as left operands
   uint32_t Q[kQKSteps][4];                             // left operands
-  float minus_l[2], reference[2], mu[2];
+  float minus_m[2], reference[2], mu[2];
+  float rounded_mu[4];      // the same sums as mu, of rounded terms: two copies for each row
   bool lacks_reference[2];  // may it still be set?
   const float to_log2, scale;
   PackedZ<kKeys> z;
@@ -145,21 +149,21 @@ struct Consumer {
     }
   }
 
-  // Turns S into P, and packs Z P.
-  __device__ __forceinline__ void ToP() {
+  // Turns S into E, and packs Z E.
+  __device__ __forceinline__ void ToE() {
 #pragma unroll
-    for (int i = 0; i < kKeys / 2; ++i) S[i] = Exp2(fmaf(S[i], to_log2, minus_l[i / 2 % 2]));
+    for (int i = 0; i < kKeys / 2; ++i) S[i] = Exp2(fmaf(S[i], to_log2, minus_m[i / 2 % 2]));
 #pragma unroll
-    for (int i = 0; i < kKeys / 4; ++i) P[i] = Pack(S[2 * i], S[2 * i + 1]);
-    z.Apply(P);
+    for (int i = 0; i < kKeys / 4; ++i) E[i] = Pack(S[2 * i], S[2 * i + 1]);
+    z.Apply(E);
   }
 
-  // The tangent of a score. Where P is 0 it may be NaN: a key beyond kv_length may be anything.
+  // The tangent of a score. Where E is 0 it may be NaN: a key beyond kv_length may be anything.
   __device__ __forceinline__ float Moved(int i) const {
     return kProblem.kv_lengths && S[i] == 0.0f ? 0.0f : S_dot[i] * scale;
   }
 
-  // The reference of each row: the mean of Ṡ over the first tile in which P is not 0, weighted by P. Only masked tiles
+  // The reference of each row: the mean of Ṡ over the first tile in which E is not 0, weighted by E. Only masked tiles
   // look for it. The first tile is one of them, and so are others until every row has seen a key. A vote that spares
   // the search would be a branch, across which no product may be at work.
   __device__ __forceinline__ void SetReferences() {
@@ -176,9 +180,9 @@ struct Consumer {
     }
   }
 
-  // Packs Z P (Ṡ - r), and adds P (Ṡ - r) to mu.
+  // Packs Z E (Ṡ - r), and adds E (Ṡ - r) to the sums.
   template <bool kMasked>
-  __device__ __forceinline__ void ToPDot() {
+  __device__ __forceinline__ void ToEDot() {
 #pragma unroll
     for (int i = 0; i < kKeys / 2; ++i) {
       const int h = i / 2 % 2;
@@ -186,8 +190,18 @@ struct Consumer {
       mu[h] += S_dot[i];
     }
 #pragma unroll
-    for (int i = 0; i < kKeys / 4; ++i) P_dot[i] = Pack(S_dot[2 * i], S_dot[2 * i + 1]);
-    z.Apply(P_dot);
+    for (int i = 0; i < kKeys / 4; ++i) E_dot[i] = Pack(S_dot[2 * i], S_dot[2 * i + 1]);
+    // A product with ones sums the rounded terms. Its operand is packed anew, with the elements of a pair exchanged: if
+    // it shared registers with E_dot, ptxas would serialise all wgmmas.
+    const uint32_t one = Pack(1.0f, 1.0f), ones[2] = {one, one};
+#pragma unroll
+    for (int i = 0; i < kKeys / 2; i += 8) {
+      uint32_t pairs[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) pairs[k] = Pack(S_dot[i + 2 * k + 1], S_dot[i + 2 * k]);
+      MmaSync(rounded_mu, pairs, ones);
+    }
+    z.Apply(E_dot);
   }
 
   // With a block mask: waits for the next tile of K, and returns which one it is.
@@ -210,9 +224,9 @@ struct Consumer {
     if (kSoftCap && kScoresMove) Pin(S_dot);
     if (!kFirst) Release(&shared.v_empty[v.Before().index]);
     ToScores<kMasked>(tile, j, only_bits);
-    ToP();
+    ToE();
     MbarrierWait(&shared.v_full[v.index], v.parity);
-    if (kValueMoves) IssueA(P, shared.v_tangent[v.index]);
+    if (kValueMoves) IssueA(E, shared.v_tangent[v.index]);
     if constexpr (kScoresMove) {
       WgmmaWait<kValueMoves ? 1 : 0>();
       Pin(S_dot);
@@ -222,8 +236,8 @@ struct Consumer {
     k.Next();
     if constexpr (kScoresMove) {
       if (kMasked) SetReferences();
-      ToPDot<kMasked>();
-      IssueA(P_dot, shared.v[v.index]);
+      ToEDot<kMasked>();
+      IssueA(E_dot, shared.v[v.index]);
     }
     v.Next();
   }
@@ -249,10 +263,12 @@ struct Consumer {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = Row(tile) + 8 * h;
-      minus_l[h] = row < p.q_len ? MinusLOfRow(p, tile.batch, tile.head, RowIndex(tile, row)) : -Infinity();
+      minus_m[h] = row < p.q_len ? MinusMOfRow(p, RowIndex(tile, row)) : -Infinity();
       reference[h] = mu[h] = 0.0f;
-      lacks_reference[h] = minus_l[h] != -Infinity();
+      lacks_reference[h] = minus_m[h] != -Infinity();
     }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) rounded_mu[i] = 0.0f;
 #pragma unroll
     for (int i = 0; i < kVDim / 2; ++i) A[i] = 0.0f;
     if constexpr (kListed) {  // Algorithm 5, line 8: skip empty blocks
@@ -301,16 +317,16 @@ struct Consumer {
       const int row = Row(tile) + 8 * h;
       mu[h] = LaneSum<4>(mu[h]);
       if (row >= p.q_len) continue;
-      const TangentOfRow results(p, tile.batch, tile.head, RowIndex(tile, row), mu[h], reference[h]);
+      const TangentOfRow results(p, tile.batch, tile.head, RowIndex(tile, row), mu[h], rounded_mu[2 * h], reference[h]);
       if (lane % 4 == 0) p.l_tangent[RowIndex(tile, row)] = results.l;
       const int64_t at = OutputIndex(tile, row) * (kVDim / 2) + lane % 4;
-      const uint32_t* const o = static_cast<const uint32_t*>(p.o) + at;
+      const float2* const o = static_cast<const float2*>(p.o) + at;
       uint32_t* const to = static_cast<uint32_t*>(p.o_tangent) + at;
 #pragma unroll
       for (int c = 0; c < kVDim / 8; ++c) {
-        const float2 x = Unpack(o[4 * c]);
+        const float2 x = o[4 * c];
         const float* a = A + 4 * c + 2 * h;
-        to[4 * c] = Pack(results.Of(p, a[0], x.x), results.Of(p, a[1], x.y));
+        to[4 * c] = Pack(results.Of(a[0], x.x), results.Of(a[1], x.y));
       }
     }
   }

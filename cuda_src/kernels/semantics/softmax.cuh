@@ -11,8 +11,9 @@ namespace jax_flash {
 constexpr bool kSeparateMaximum = kAddsToScores || kFullPrecision;
 
 // O and l are rescaled only if the exponential of the maximum has grown by more than 2^8. So P stays at most 2^8, well
-// within the range of f32 and f16.
-constexpr float kRescaleAt = 8.0f;
+// within the range of f32 and f16. An unrounded O has more digits: in a row in which one key has most of the weight,
+// its P is 1, which is exact.
+constexpr float kRescaleAt = kUnrounded ? 0.0f : 8.0f;
 
 // -L log2(e) of a row, where L = m + log l; or -log2 l with kSeparateMaximum. It is -inf for a row without keys, so P =
 // 0.

@@ -1,4 +1,8 @@
 // What has a tangent, and the tangents of a row's results.
+//
+// The kernels sum over keys with the weights E = exp(S - m), without the sink and not divided by l. They sum E (Ṡ - r)
+// in two ways: in f32 for the tangent of l, and with the terms rounded as in the product with V for Ȯ. If one key has
+// most of the weight, its rounding error then cancels in Ȯ = (A - mu O) / l, because its V is nearly O.
 #pragma once
 
 #include "semantics/dropout.cuh"
@@ -11,23 +15,29 @@ constexpr bool kValueMoves = kProblem.value_tangent, kSinksMove = kProblem.sinks
 constexpr bool kBiasMoves = kProblem.bias_tangent;
 constexpr bool kScoresMove = kQueryMoves || kKeyMoves || kBiasMoves || kScoreTangent;
 
-// The tangents of the row `at` of [batch, head, row], from mu = Σ P (Ṡ - r) over its keys.
+// -m log2(e) of the row `at` of [batch, head, row], or 0 if m is subtracted before (kSeparateMaximum). It is -inf for a
+// row without keys, so E = 0.
+__device__ __forceinline__ float MinusMOfRow(const Params& p, int64_t at) {
+  if (p.l[at] == 0.0f) return -Infinity();
+  return kSeparateMaximum ? 0.0f : -p.m[at] * kLog2e;
+}
+
+// The tangents of the row `at` of [batch, head, row], from the sums of E (Ṡ - r) over its keys.
 struct TangentOfRow {
-  float mu;  // the same with the sink: Ȯ = A - mu O
-  float l;   // the tangent of l
+  float factor;  // from Z E to Z P / keep
+  float mu;      // Σ P (Ṡ - r), with the sink as one of the P
+  float l;       // the tangent of l, which has no sink
   bool live;
 
   __device__ __forceinline__ TangentOfRow(const TangentParams& p, int batch, int head, int64_t at, float sum,
-                                          float reference)
-      : mu(sum) {
+                                          float rounded_sum, float reference) {
     float m = p.m[at], l_with_sink = p.l[at];
-    l = p.l[at];
-    live = l != 0.0f;
-    if (!live) return;
+    live = l_with_sink != 0.0f;
+    l = live ? fmaf(l_with_sink, reference, sum) : 0.0f;
     const Sink sink = JoinSink(p, batch, head, &m, &l_with_sink);
-    // The logsumexp has no sink, so the sum over the keys is divided by their share of P.
-    const float share = kSinks ? sink.alpha * l / l_with_sink : 1.0f;
-    l *= (share > 0.0f ? sum / share : 0.0f) + reference;
+    const float to_p = sink.alpha / l_with_sink;  // from E to P
+    factor = to_p * ZScale(p);
+    mu = to_p * rounded_sum;
     if (kSinks) {
       const auto& moved = p.sinks_tangent;
       const float dz = kSinksMove ? __ldg(moved.data + batch * moved.batch + head * moved.head) : 0.0f;
@@ -36,9 +46,7 @@ struct TangentOfRow {
   }
 
   // An element of Ȯ, from those of A and O.
-  __device__ __forceinline__ float Of(const Params& p, float a, float o) const {
-    return live ? fmaf(a, ZScale(p), -mu * o) : 0.0f;
-  }
+  __device__ __forceinline__ float Of(float a, float o) const { return live ? fmaf(a, factor, -mu * o) : 0.0f; }
 };
 
 }  // namespace jax_flash

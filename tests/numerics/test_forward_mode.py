@@ -36,21 +36,21 @@ def along(x):
 
 
 @pytest.fixture(scope="module", params=[None, 256, 16])
-def block(request):
-    """The size of the tiles in which plain JAX computes tangents, or None: the kernels compute them.
+def size_of_tiles(request):
+    """The parameter of `block`. Tests with the same size run one after the other, as JAX's caches hold for one size."""
+    jax.clear_caches()
+    yield request.param
+    jax.clear_caches()
 
-    Tests with the same size run one after the other, because JAX's caches are only valid for one size.
-    """
-    jax.clear_caches()
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if request.param is not None:
-            monkeypatch.setattr(blockwise, "BLOCK", request.param)
-            monkeypatch.setattr(
-                custom_calls, "refusal", lambda problem, platform, moving=(): "test" if moving else None
-            )
-            monkeypatch.setattr(custom_calls, "warn", lambda message: None)
-        yield request.param
-    jax.clear_caches()
+
+@pytest.fixture
+def block(size_of_tiles, monkeypatch):
+    """The size of the tiles in which plain JAX computes tangents, or None: the kernels compute them."""
+    if size_of_tiles is not None:
+        monkeypatch.setattr(blockwise, "BLOCK", size_of_tiles)
+        monkeypatch.setattr(custom_calls, "refusal", lambda problem, platform, moving=(): "test" if moving else None)
+        monkeypatch.setattr(custom_calls, "warn", lambda message: None)
+    return size_of_tiles
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -95,7 +95,7 @@ def test_tangents(case):
 @pytest.mark.parametrize("inputs", [("query",), ("key", "value"), ("scale",), ("query", "scale")])
 @pytest.mark.parametrize("spread", [1.0, 8.0])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("block", [None, 16], indirect=True)
+@pytest.mark.parametrize("size_of_tiles", [None, 16], indirect=True)
 def test_accuracy(dtype, spread, inputs, block):
     """The error is at most twice the error of materialised attention, plus a few units in the last place.
 

@@ -63,16 +63,16 @@ SequenceLayout = Literal["contiguous", "zigzag"] | Layout  # the argument `seque
 def balance(cu_seqlens: ArrayLike, devices: int, tokens: int | None = None) -> Layout:
     """Return a layout that balances causal attention of packed documents over devices.
 
-    Each device gets equally many tokens, and about equally many visible entries of the score matrix. Documents stay
-    together, except for those of more than half a device's tokens, and for a few that fill the devices. The function
-    runs on the host, in NumPy. The shape of the result depends only on `devices` and `tokens`.
+    Each device gets equally many tokens, and about equally many visible entries of the score matrix. Documents of
+    more than half a device's tokens are divided over all devices. A few others are divided to fill the devices. The
+    function runs on the host, in NumPy. The shape of the result depends only on `devices` and `tokens`.
 
     ::
 
         layout = jax_flash.balance(cu_seqlens, devices=8, tokens=tokens.shape[1])
         tokens, targets, positions = layout.permute((tokens, targets, positions), axis=1)
 
-    Pass the layout as `sequence_layout`. Chunks have at least 128 tokens, if each device has as many. Start documents
+    Pass the layout as `sequence_layout`. A chunk has at least 128 tokens, unless devices have fewer. Start documents
     at multiples of 128 tokens, with padding before them. Otherwise documents share chunks, and devices have to exchange
     keys for them.
 
@@ -168,7 +168,7 @@ def _windows(work: np.ndarray, divides: np.ndarray, devices: int, tolerance: flo
 
     The windows of all starts have the mean work on average, and neighbouring windows differ by two chunks. So some
     window is close to the mean. Among the windows within the tolerance, one that divides the fewest documents is taken.
-    For one causal sequence the result is that of `zigzag`, with the devices in another order.
+    One causal sequence is dealt like `zigzag`, with the devices in another order.
     """
     count = len(work) // devices
     left = np.arange(len(work))

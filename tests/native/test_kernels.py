@@ -29,10 +29,11 @@ def test_every_feature_and_pair_of_features_compiles():
         kernel_variants.single_features(kernel_variants.FEATURES, kernel_variants.DIMS[:2])
     )
     assert not set(usual) - {report.variant for report in reports}
-    # Compile a plain kernel next to each of the slowest ones, and count CPU time, because the machine's load changes.
+    # CPU time depends on the machine's load, too, so compile a plain kernel next to each one that may be too slow.
     (_, plain), *_ = kernel_variants.planned(kernel_variants.singles())
-    slowest = sorted({report.variant: report.seconds for report in reports}.items(), key=lambda item: item[1])[-5:]
-    for variant, _ in slowest:
+    seconds = {report.variant: report.seconds for report in reports}
+    slowest = sorted(seconds, key=seconds.get)[-5:]
+    for variant in (x for x in slowest if seconds[x] > 0.7 * LONGEST * seconds[plain]):
         usual, took = map(cpu_seconds, (plain, variant))
         assert took < LONGEST * usual, variant
 

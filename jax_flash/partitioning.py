@@ -220,9 +220,7 @@ def _by_heads(problem: Problem, mesh: Mesh, axes: Axes) -> Axes:
     if rows is None:
         return axes
     heads = (*(axes.get("N") or ()), *rows.axes)
-    # Such an array has the rows of one device, and no heads to exchange for them.
-    whole = any(of is not None and of.rows and not of.heads for of in problem.extents.values())
-    if whole or problem.kv_heads % _parts(mesh, heads) or not sequence.cheaper_by_heads(problem, rows):
+    if not sequence.by_heads(problem, rows, _parts(mesh, heads))[0]:
         return axes
     return {dim: over for dim, over in axes.items() if dim != "T"} | {"N": heads, "K": heads}
 

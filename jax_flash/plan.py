@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from jax_flash import _native, checks, custom_calls
+from jax_flash import _native, checks, custom_calls, sequence
 from jax_flash.problem import Problem, checked_problem
 
 FAMILIES = {80: "ampere", 90: "hopper"}  # of contract.h
@@ -33,6 +33,7 @@ class Explanation(NamedTuple):
     reasons: tuple[str, ...]  #: why other kernels or tiles were not chosen
     programs: dict[str, str]  #: instructions of score_mod, mask_mod and score_grad (docs/score-programs.md)
     source: str  #: the programs as CUDA C++
+    division: str = ""  #: how a call under `jit` divides a sequence over several devices, and why
 
     def __str__(self) -> str:
         name = "backward" if self.backward else "forward"
@@ -43,10 +44,13 @@ class Explanation(NamedTuple):
             tiles = f", tiles {kernel.rows} x {kernel.cols}, {kernel.groups} {unit}, {kernel.stages} stages"
             lines.append(f"  {kernel.name}: {kernel.family}{tiles if kernel.rows else ''}")
         lines += [f"  {name}: {text.replace(';', '; ')}" for name, text in self.programs.items()]
-        return "\n".join([*lines, *(f"  because {reason}" for reason in self.reasons)])
+        lines += [f"  because {reason}" for reason in self.reasons]
+        return "\n".join([*lines, f"  {self.division}"] if self.division else lines)
 
 
-def explain(problem: Problem, backward: bool = False, arch: str | None = None, compiled: bool = False) -> Explanation:
+def explain(
+    problem: Problem, backward: bool = False, arch: str | None = None, compiled: bool = False, devices: int = 1
+) -> Explanation:
     """Report the CUDA kernels and tiles of one pass of a problem, and why they were chosen.
 
     A call tries the tiles of the report first. If they need too many registers, the call takes other tiles. Pass
@@ -60,6 +64,8 @@ def explain(problem: Problem, backward: bool = False, arch: str | None = None, c
         first GPU of this process, or "sm_90a" if this process has no GPU.
       compiled: whether to compile the kernels into the cache, and report the tiles that a call takes. Without it, no
         kernel is compiled.
+      devices: number of devices over which a call under `jit` shards the sequence. With more than one, the report tells
+        how the call is divided. The kernels in the report are those of the whole call on one device.
 
     Returns:
       An `Explanation`. Print it to read it.
@@ -72,6 +78,7 @@ def explain(problem: Problem, backward: bool = False, arch: str | None = None, c
     problem = checked_problem(problem)
     backward = checks.flag("backward", backward)
     compiled = checks.flag("compiled", compiled)
+    devices = checks.integer("devices", devices, least=1)
     if backward and not problem.differentiable:
         raise ValueError("paged_attention is for inference and has no backward kernels: leave out backward=True")
     if problem.symbolic:
@@ -93,7 +100,8 @@ def explain(problem: Problem, backward: bool = False, arch: str | None = None, c
     programs = {"score_mod": score.score_mod, "mask_mod": mask_mod, "score_grad": score.score_grad}
     texts = {name: x.text for name, x in programs.items() if x is not None}
     source = _native.cuda_programs(call[0]) if texts else ""
-    return Explanation(backward, chosen, counted, kernels, scratch_bytes, tuple(reasons), texts, source)
+    division = sequence.explained(problem, devices) if devices > 1 else ""
+    return Explanation(backward, chosen, counted, kernels, scratch_bytes, tuple(reasons), texts, source, division)
 
 
 def _first_gpu() -> tuple[str, int]:

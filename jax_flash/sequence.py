@@ -227,12 +227,41 @@ def with_best_layout(problem: Problem, division: Division) -> Division:
     return other if wins else division
 
 
-def cheaper_by_heads(problem: Problem, division: Division) -> bool:
-    """Return whether an all-to-all over heads sends fewer rows than ring attention."""
+def by_heads(problem: Problem, division: Division, parts: int) -> tuple[bool, str]:
+    """Return whether to exchange rows for heads by all-to-all instead of a ring, and the reason.
+
+    Args:
+      parts: the number of devices that would divide the heads.
+    """
+    # Such an array has the rows of one device, and no heads to exchange for them.
+    if any(of is not None and of.rows and not of.heads for of in problem.extents.values()):
+        return False, "an operand with rows and without heads cannot exchange rows for heads"
+    if problem.kv_heads % parts:
+        return False, f"{problem.kv_heads} key/value heads cannot be divided over {parts} devices"
     over = with_best_layout(problem, division)
     once = problem.q_heads + problem.kv_heads  # Q and O, K and V
-    ring = (len(visits(problem, over)) - 1) * problem.kv_heads + (once if over != division else 0)
-    return once * (division.devices - 1) / division.devices <= ring
+    count = len(visits(problem, over)) - 1
+    ring = count * problem.kv_heads + (once if over != division else 0)
+    heads = once * (division.devices - 1) / division.devices
+    row = (
+        problem.q_len / division.devices * (problem.qk_dim + problem.v_dim) * jnp.dtype(problem.dtype).itemsize / 1e6
+    )  # of one head
+    halves = "" if over == division else ", and halves of all rows for equal causal work"
+    sent = f"by heads, each device sends {heads * row:.3g} MB"
+    return heads <= ring, f"{sent}; as a ring {ring * row:.3g} MB, its keys and values {count} times{halves}"
+
+
+def explained(problem: Problem, devices: int) -> str:
+    """Return how a call under `jit` divides a sequence over this number of devices, and why."""
+    division = Division(("devices",), devices)
+    if problem.q_len != problem.kv_len:
+        return "each device gathers all keys: queries and keys have different lengths"
+    if refusal := division.refusal(problem):
+        return f"each device gathers all keys: {refusal}"
+    heads, reason = by_heads(problem, division, devices)
+    over = with_best_layout(problem, division)
+    way = "by heads, with two all-to-all exchanges" if heads else f"as a ring in the {over.layout} layout"
+    return f"{devices} devices divide the sequence {way}: {reason}"
 
 
 def merge(first: Rows, second: Rows) -> Rows:

@@ -3,6 +3,7 @@
 import functools
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -515,13 +516,34 @@ def test_second_derivatives(inside, layout):
     np.testing.assert_allclose(reordered(found, layout, 3, 1, False), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_cheaper_by_heads():
-    few, many = Division(("seq",), 2), Division(("seq",), 8)
+def test_by_heads():
+    def chosen(problem, devices):
+        return sequence.by_heads(problem, Division(("seq",), devices), devices)[0]
+
     x, y = (jax.ShapeDtypeStruct((1, 8192, heads, 64), jnp.bfloat16) for heads in (32, 8))
-    assert not sequence.cheaper_by_heads(Problem.of(x, y, y), few)
-    assert sequence.cheaper_by_heads(Problem.of(x, y, y), many)
-    assert not sequence.cheaper_by_heads(Problem.of(x, y, y, local_window_size=100), many)
-    assert sequence.cheaper_by_heads(Problem.of(x, x, x), few)
+    assert not chosen(Problem.of(x, y, y), 2)
+    assert chosen(Problem.of(x, y, y), 8)
+    assert not chosen(Problem.of(x, y, y, local_window_size=100), 8)
+    assert chosen(Problem.of(x, x, x), 2)
+    assert not chosen(Problem.of(x, x, x, mask=jnp.ones((8192, 8192), bool)), 2)
+    assert not chosen(Problem.of(x, y, y), 16)
+
+
+@pytest.mark.parametrize(
+    ("options", "devices", "text"),
+    [
+        ({}, 8, "8 devices divide the sequence by heads.*: by heads, each device sends 9.18 MB; as a ring 14.7 MB"),
+        ({"is_causal": True}, 3, "gathers all keys: T = 8192 and S = 8192 must be multiples of 3"),
+        ({"local_window_size": 9}, 8, "as a ring in the contiguous layout: .* its keys and values 2 times"),
+        ({"is_causal": True}, 16, "as a ring in the zigzag layout: 8 key/value heads cannot be divided over 16"),
+    ],
+)
+def test_explain(options, devices, text):
+    x, y = (jax.ShapeDtypeStruct((1, 8192, heads, 64), jnp.bfloat16) for heads in (32, 8))
+    problem = Problem.of(x, y, y, **options)
+    explanation = jax_flash.explain(problem, arch="sm_90a", devices=devices)
+    assert re.search(text, explanation.division) and explanation.division in str(explanation)
+    assert not jax_flash.explain(problem, arch="sm_90a").division
 
 
 # --- under jit, with the partitioner ---

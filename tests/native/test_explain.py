@@ -21,7 +21,7 @@ def test_explanation_matches_plan():
     (kernel,) = plain.kernels
     tiles = [fields(is_causal=True)[name] for name in ("rows", "cols", "groups", "stages")]
     assert kernel == ("jax_flash_forward", "hopper", *tiles)
-    assert plain[:3] == (False, "sm_90a", 132) and plain[4:] == (0, (), {}, "")
+    assert plain[:3] == (False, "sm_90a", 132) and plain[4:] == (0, (), {}, "", "")
     assert explained(is_causal=True, batch=133).scratch_bytes == 256  # a counter, as there are more tiles than CTAs
     (kernel,) = explained(arch="sm_80").kernels
     assert kernel.family == "ampere"

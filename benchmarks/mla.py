@@ -101,7 +101,7 @@ def main() -> None:
             for name in NAMES
         )
         shown.add_row(*map(str, (batch, keys, heads, queries)), *cells)
-    environment = measure.environment(["jax-flash", "jax", "jaxlib", "nvidia-cuda-nvrtc"])
+    environment = measure.environment(["jax-flash", "jax", "jaxlib", *(["nvidia-cuda-nvrtc"] if gpu else [])])
     measure.save(args.output, {"environment": environment, "dtype": args.dtype, "page": args.page, "rows": rows})
     Console().print(shown)
 

@@ -483,6 +483,31 @@ declare({
 })  # fmt: skip
 
 
+@shows("mla_cpu")
+def mla_cpu(results: Results) -> str:
+    columns = list(itertools.product(("contiguous", "pages"), (1024, 4096)))
+
+    def cell(name: str, keys: int, heads: int, queries: int) -> str:
+        return number(paired(one(results["rows"], keys=keys, heads=heads, queries=queries), "plain", name), 1)
+
+    return table(
+        ["speed-up over plain JAX", *(f"{name}, {keys} keys" for name, keys in columns)],
+        (
+            [f"{heads} heads, {queries} queries" if queries > 1 else f"{heads} heads, one query"]
+            + [cell(*column, heads, queries) for column in columns]
+            for heads, queries in itertools.product((16, 128), (1, 4))
+        ),
+    )
+
+
+declare({
+    "cpu wide": ["cpu_wide", Grid(
+        "speed-up over jax.nn", CPU_PASSES, named("N = {length}".format_map, "length"),
+        lambda row: number(paired(row, "jax_nn", "jax_flash"), 1),
+    )],
+})  # fmt: skip
+
+
 @shows("cpu_features")
 def cpu_features(results: Results) -> str:
     columns = list(itertools.product((64, 128), PASSES))

@@ -1,9 +1,9 @@
 """Shared code of the linen and nnx modules `MultiHeadLatentAttention` (MLA, arXiv 2405.04434).
 
 A module makes the projections and keeps the cache. This code decides what they are, and attends between them. In the
-expanded computation, each head has keys and values of its own, which `kv_b_proj` computes from the latent. With
-absorbed weights, `kv_b_proj` multiplies the queries and the outputs instead, and all heads attend to the latent itself.
-Both give the same result up to rounding.
+expanded computation, `kv_b_proj` computes a key and a value for each head from the latent. With absorbed weights,
+`kv_b_proj` multiplies the queries and the outputs instead, and all heads attend to the latent itself. Both give the
+same result up to rounding.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,30 @@ from jax.typing import ArrayLike
 
 from jax_flash import arguments, attention, checks, paged
 from jax_flash.call import Call, Implementation, explains_names
+from jax_flash.operands import Operands
+from jax_flash.problem import Problem
 
 STEP, LARGEST = 8, 576  # a head dim is a multiple of STEP, and at most LARGEST
+
+
+class PagedLatentOptions(TypedDict, total=False):
+    """The options of `paged_mla_attention`, for `Problem.of_paged_mla`."""
+
+    scale: float | ArrayLike
+    precision: lax.PrecisionLike
+    implementation: Implementation | None
+
+
+class LatentOptions(TypedDict, total=False):
+    """The options of `mla_attention`, for `Problem.of_mla`."""
+
+    scale: float | ArrayLike
+    is_causal: bool
+    query_offset: int | ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    precision: lax.PrecisionLike
+    deterministic: bool
+    implementation: Implementation | None
 
 
 @explains_names
@@ -68,16 +90,9 @@ def mla_attention(
         deterministic=deterministic,
         implementation=implementation,
     )
-    query = checks.floats("query", query)
-    key, value = _key_and_value(query, "latent", latent, value_dim)
-    if query.ndim not in (3, 4) or key.ndim != query.ndim:
-        raise ValueError(
-            "query and latent must have shapes [B, T, N, D] and [B, S, D], or [T, N, D] and [S, D], not "
-            f"{query.shape} and {np.shape(latent)}"
-        )
-    problem, operands = arguments.problem_and_operands(query, key, value, None, None, call)
-    o, *_ = attention.attend(dataclasses.replace(problem, latent=True), None, operands, implementation)
-    return o[0] if query.ndim == 3 else o
+    problem, operands = problem_and_operands(query, latent, value_dim, call)
+    o, *_ = attention.attend(problem, None, operands, implementation)
+    return o[0] if np.ndim(query) == 3 else o
 
 
 @explains_names
@@ -114,6 +129,34 @@ def paged_mla_attention(
       TypeError, ValueError, NotImplementedError: as in `mla_attention` and `paged_attention`.
     """
     call = Call(scale=_scale(scale), precision=precision, implementation=implementation)
+    problem, operands = paged_problem_and_operands(query, latent_pages, page_table, lengths, value_dim, call)
+    return attention.attend(problem, None, operands, implementation)[0]
+
+
+@arguments.creates_problems("of_mla", LatentOptions)
+def problem_and_operands(query: ArrayLike, latent: ArrayLike, value_dim: int, call: Call) -> tuple[Problem, Operands]:
+    """Check the arguments of a call of `mla_attention`, and return its problem and arrays."""
+    query = checks.floats("query", query)
+    key, value = _key_and_value(query, "latent", latent, value_dim)
+    if query.ndim not in (3, 4) or key.ndim != query.ndim:
+        raise ValueError(
+            "query and latent must have shapes [B, T, N, D] and [B, S, D], or [T, N, D] and [S, D], not "
+            f"{query.shape} and {np.shape(latent)}"
+        )
+    problem, operands = arguments.problem_and_operands(query, key, value, None, None, call)
+    return dataclasses.replace(problem, latent=True), operands
+
+
+@arguments.creates_problems("of_paged_mla", PagedLatentOptions)
+def paged_problem_and_operands(
+    query: ArrayLike,
+    latent_pages: ArrayLike,
+    page_table: ArrayLike,
+    lengths: ArrayLike,
+    value_dim: int,
+    call: Call,
+) -> tuple[Problem, Operands]:
+    """Check the arguments of a call of `paged_mla_attention`, and return its problem and arrays."""
     query = checks.floats("query", query)
     keys, values = _key_and_value(query, "latent_pages", latent_pages, value_dim)
     if not query.ndim == keys.ndim == 4:
@@ -122,7 +165,7 @@ def paged_mla_attention(
             f"{query.shape} and {np.shape(latent_pages)}"
         )
     problem, operands = paged.problem_and_operands(query, keys, values, page_table, lengths, call)
-    return attention.attend(dataclasses.replace(problem, latent=True), None, operands, implementation)[0]
+    return dataclasses.replace(problem, latent=True), operands
 
 
 def append_to_latent_pages(

@@ -41,8 +41,8 @@ CALL_CHECKS: dict[str, Callable[..., Problem]] = {}
 class Problem(Description):
     """The static description of one attention call: shapes, dtypes, masks and options, but no arrays.
 
-    `jax_flash.explain` and `jax_flash.choose_implementation` take a problem. Create one with `of`, `of_varlen` or
-    `of_paged`.
+    `jax_flash.explain` and `jax_flash.choose_implementation` take a problem. Create one with `of`, `of_varlen`,
+    `of_paged`, `of_mla` or `of_paged_mla`.
     """
 
     batch: int  # B
@@ -139,6 +139,36 @@ class Problem(Description):
         It takes the options of `jax_flash.paged_attention`.
         """
         return _of_call("of_paged", options, query, key_pages, value_pages, page_table, lengths)
+
+    @classmethod
+    def of_mla(
+        cls,
+        query: ArrayLike | jax.ShapeDtypeStruct,
+        latent: ArrayLike | jax.ShapeDtypeStruct,
+        value_dim: int = 512,
+        **options: Any,
+    ) -> Problem:
+        """Return the problem of a call `jax_flash.mla_attention(query, latent, value_dim=value_dim, …)`. See `of`.
+
+        The options are those of `jax_flash.mla_attention`. The scale may be left out.
+        """
+        return _of_call("of_mla", options, query, latent, value_dim)
+
+    @classmethod
+    def of_paged_mla(
+        cls,
+        query: ArrayLike | jax.ShapeDtypeStruct,
+        latent_pages: ArrayLike | jax.ShapeDtypeStruct,
+        page_table: ArrayLike | jax.ShapeDtypeStruct,
+        lengths: ArrayLike | jax.ShapeDtypeStruct,
+        value_dim: int = 512,
+        **options: Any,
+    ) -> Problem:
+        """Return the problem of a call `jax_flash.paged_mla_attention(query, latent_pages, …)`. See `of`.
+
+        The options are those of `jax_flash.paged_mla_attention`. The scale may be left out.
+        """
+        return _of_call("of_paged_mla", options, query, latent_pages, page_table, lengths, value_dim)
 
     def with_arrays(self, arrays: Mapping[str, jax.Array]) -> Problem:
         """Return this problem with the batch size, the numbers of heads and the extents of these operands."""

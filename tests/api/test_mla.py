@@ -147,6 +147,26 @@ def test_forward_mode():
         np.testing.assert_allclose(got, want, atol=1e-4)
 
 
+def test_problems():
+    """A forward reads each latent once, and counts two products."""
+    query, latent = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs())
+    problem = Problem.of_mla(query, latent, 24, is_causal=True, query_offset=17)
+    assert (problem.qk_dim, problem.v_dim, problem.kv_heads, problem.latent) == (40, 24, 1, True)
+    assert problem.flops() == 2 * 2 * 3 * 8 * 20 * (40 + 24)
+    rest = 2 * 3 * 8 * (40 + 24 + 2) + 1 + 2  # query, output, statistics, scale and offsets
+    assert problem.bytes() == 4 * (rest + 2 * 20 * 40)
+    assert problem.bytes(backward=True) > 4 * (rest + 2 * 2 * 20 * (40 + 24))
+    pages, integers = jax.ShapeDtypeStruct((9, 16, 40), query.dtype), jax.ShapeDtypeStruct((2,), "int32")
+    paged = Problem.of_paged_mla(query, pages, jax.ShapeDtypeStruct((2, 4), "int32"), integers, 24)
+    assert (paged.kv_len, paged.page, paged.pages, paged.latent) == (64, 16, 9, True)
+    for method, given in (
+        (Problem.of_mla, (query, latent)),
+        (Problem.of_paged_mla, (query, pages, integers, integers)),
+    ):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'dropout_rate': the arguments are scale, "):
+            method(*given, 24, dropout_rate=0.1)
+
+
 @pytest.mark.parametrize("paged", [False, True])
 def test_the_latent_is_read_once(paged):
     """The CPU kernels have no operand for the value, and no program copies it."""

@@ -27,6 +27,7 @@ from jax_flash import _native, paged
 from jax_flash.block_sparse import Shape
 from jax_flash.io_model import report
 from jax_flash.operands import BROADCAST, CAPTURED, DCAPTURED, DIFFERENTIATED, DTYPES
+from jax_flash.plan import MOVING, of_tangent
 
 NO_GPU = "no NVIDIA GPU here"
 
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     choose.add_argument(
         "--platform", choices=("cpu", "cuda", "rocm", "tpu"), help="platform (default: JAX's default platform)"
     )
+    add_tangent_flag(choose, "also print the kernels of the tangent (jax.jvp)")
     choose.set_defaults(run=run_choose)
     warmup = commands.add_parser(
         "warmup", help="compile CUDA kernels into the cache, to make the first call of a problem fast"
@@ -58,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="OPERAND",
         help=f"also compile the backward with gradients for some of {', '.join(differentiable)} (default: the first 3)",
     )
+    add_tangent_flag(warmup, "also compile the tangent (jax.jvp)")
     warmup.add_argument(
         "--dlogsumexp", action="store_true", help="compile the backward for calls that differentiate the logsumexp"
     )
@@ -84,6 +87,23 @@ def importable(name: str) -> Any:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{name} cannot be imported: {error}") from None
+
+
+def add_tangent_flag(parser: argparse.ArgumentParser, purpose: str) -> None:
+    """Add the flag that names the operands with a tangent."""
+    names = ", ".join(MOVING)
+    parser.add_argument(
+        "--tangent",
+        nargs="*",
+        choices=MOVING,
+        metavar="OPERAND",
+        help=f"{purpose} if some of {names} have a tangent (default: the first 3)",
+    )
+
+
+def tangents_of(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the operands that `--tangent` names."""
+    return () if args.tangent is None else tuple(args.tangent) or MOVING[:3]
 
 
 def add_problem_flags(parser: argparse.ArgumentParser) -> None:
@@ -272,6 +292,11 @@ def run_choose(args: argparse.Namespace) -> int:
             print(explanation)
             if args.source:
                 print(explanation.source)
+        if tangents := tangents_of(args):
+            try:
+                print(jax_flash.explain(problem, compiled=args.compiled, tangents=tangents))
+            except ValueError as error:
+                print(error)
     return 0
 
 
@@ -319,10 +344,16 @@ def warm(args: argparse.Namespace) -> None:
     archs = args.arch or cuda_archs()
     if not archs:
         raise ValueError(f"{NO_GPU}: name the architectures to compile for, such as --arch sm_80 sm_90a")
+    passes = {"forward": problem}
+    if gradients:
+        passes["backward"] = problem.differentiated(grads, dlogsumexp=args.dlogsumexp)
+    if tangents := tangents_of(args):
+        if problem.result_dtype("o") != problem.accumulation_dtype:  # forward mode takes O before it is rounded
+            passes["forward with unrounded O"] = problem.without_rounding
+        passes["tangent"] = of_tangent(problem, tangents)
     for arch in archs:
-        for backward in (False, True) if gradients else (False,):
-            one = problem.differentiated(grads, dlogsumexp=args.dlogsumexp) if backward else problem
-            text = one.encode()
+        for name, one in passes.items():
+            text, backward = one.encode(), name == "backward"
             start = time.perf_counter()
             if not _native.cuda_cache(text, backward, arch):
                 raise OSError(
@@ -334,7 +365,7 @@ def warm(args: argparse.Namespace) -> None:
             files = dict.fromkeys(
                 f"{file} ({fields['rows']} x {fields['cols']})" if fields["rows"] else file for file, _, fields in plan
             )
-            print(f"{arch} {'backward' if backward else 'forward'}: {', '.join(files)} in {seconds:.2f} s")
+            print(f"{arch} {name}: {', '.join(files)} in {seconds:.2f} s")
 
 
 def this_platform() -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jax_flash import _native, checks, custom_calls, sequence
+from jax_flash.operands import BROADCAST, CAPTURED, TANGENTS
 from jax_flash.problem import Problem, checked_problem
 
 FAMILIES = {80: "ampere", 90: "hopper"}  # of contract.h
+MOVING = (*(name for name in TANGENTS if name not in CAPTURED), "scale")  # the arguments of calls with tangents
 
 
 class Kernel(NamedTuple):
@@ -31,12 +34,13 @@ class Explanation(NamedTuple):
     kernels: tuple[Kernel, ...]  #: the launches in order
     scratch_bytes: int  #: scratch memory in bytes, in addition to the results
     reasons: tuple[str, ...]  #: why other kernels or tiles were not chosen
-    programs: dict[str, str]  #: instructions of score_mod, mask_mod and score_grad (docs/score-programs.md)
+    programs: dict[str, str]  #: instructions of the score and mask programs (docs/score-programs.md)
     source: str  #: the programs as CUDA C++
     division: str = ""  #: how a call under `jit` divides a sequence over several devices, and why
+    tangent: bool = False  #: whether the pass is the tangent of forward mode
 
     def __str__(self) -> str:
-        name = "backward" if self.backward else "forward"
+        name = "tangent" if self.tangent else "backward" if self.backward else "forward"
         scratch = f"{self.scratch_bytes / 1e6:.3g} MB of scratch memory"
         lines = [f"{name} on {self.arch} with {self.multiprocessors} multiprocessors, {scratch}"]
         for kernel in self.kernels:
@@ -49,7 +53,12 @@ class Explanation(NamedTuple):
 
 
 def explain(
-    problem: Problem, backward: bool = False, arch: str | None = None, compiled: bool = False, devices: int = 1
+    problem: Problem,
+    backward: bool = False,
+    arch: str | None = None,
+    compiled: bool = False,
+    devices: int = 1,
+    tangents: Sequence[str] = (),
 ) -> Explanation:
     """Report the CUDA kernels and tiles of one pass of a problem, and why they were chosen.
 
@@ -66,13 +75,16 @@ def explain(
         kernel is compiled.
       devices: number of devices over which a call under `jit` shards the sequence. With more than one, the report tells
         how the call is divided. The kernels in the report are those of the whole call on one device.
+      tangents: the arguments that have a tangent: some of "query", "key", "value", "bias", "sinks" and "scale". With
+        them, the report is on the tangent pass of forward mode (`jax.jvp`).
 
     Returns:
       An `Explanation`. Print it to read it.
 
     Raises:
       TypeError: if an argument has a wrong type.
-      ValueError: if there are no CUDA kernels for the problem or the GPU.
+      ValueError: if there are no CUDA kernels for the problem or the GPU. The message gives the reason, for example why
+        a tangent is computed in plain JAX.
       RuntimeError: if `compiled` is set, and NVRTC is missing or too old.
     """
     problem = checked_problem(problem)
@@ -87,6 +99,10 @@ def explain(
         raise TypeError(f"arch must be a str, not {checks.described(arch)}")
     if arch is not None and not re.fullmatch(r"sm_[1-9][0-9]{1,2}[af]?", arch):
         raise ValueError(f'arch must be "sm_80", "sm_90a", …, not {checks.described(arch)}')
+    if tangents and backward:
+        raise ValueError("tangents are of the forward: leave out backward=True")
+    if tangents:
+        problem = of_tangent(problem, tangents)
     if backward and not problem.gradients:
         problem = problem.differentiated(problem.differentiable - {"dbias"})
     chosen, multiprocessors = (arch, 0) if arch is not None else _first_gpu()
@@ -98,10 +114,36 @@ def explain(
     counted, scratch_bytes, reasons = _native.cuda_explain(*call)
     score, mask_mod = problem.score, problem.mask.mask_mod
     programs = {"score_mod": score.score_mod, "mask_mod": mask_mod, "score_grad": score.score_grad}
+    programs["score_tangent"] = score.score_tangent
     texts = {name: x.text for name, x in programs.items() if x is not None}
     source = _native.cuda_programs(call[0]) if texts else ""
     division = sequence.explained(problem, devices) if devices > 1 else ""
-    return Explanation(backward, chosen, counted, kernels, scratch_bytes, tuple(reasons), texts, source, division)
+    return Explanation(
+        backward, chosen, counted, kernels, scratch_bytes, tuple(reasons), texts, source, division, bool(tangents)
+    )
+
+
+def of_tangent(problem: Problem, tangents: Sequence[str]) -> Problem:
+    """Return the problem of the tangent pass along tangents of these arguments.
+
+    Raises:
+      TypeError, ValueError: as in `explain`.
+    """
+    if isinstance(tangents, str):
+        raise TypeError(f"tangents must be a sequence of names, not {tangents!r}")
+    for name in tangents:
+        if name not in MOVING:
+            raise ValueError(f"tangents must be some of {', '.join(MOVING)}, not {checks.described(name)}")
+        if name in BROADCAST and problem.extents[name] is None:
+            raise ValueError(f"tangents has {name!r}, but the problem has no {name}")
+    if problem.page:
+        raise ValueError("paged_attention is for inference and has no tangent: leave out tangents")
+    if "scale" in tangents:  # its tangent is a part of the query's
+        problem, tangents = problem.without_rounding, (*tangents, "query")
+    moving = tuple(name for name in TANGENTS if name in tangents)
+    if reason := custom_calls.refusal(problem, "cuda", moving):
+        raise ValueError(f"the tangent is computed in plain JAX, which is slower: {reason}")
+    return problem.along(moving)
 
 
 def _first_gpu() -> tuple[str, int]:

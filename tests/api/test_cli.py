@@ -123,6 +123,31 @@ def test_errors_of_choose(capsys, flags, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "printed"),
+    [
+        ("--dtype bfloat16 --tangent", "tangent on sm_90a"),
+        ("--dtype bfloat16 --tangent scale", "plain JAX, which is slower: a differentiated scale"),
+        ("--dtype bfloat16 --tangent bias", "the problem has no bias"),
+    ],
+)
+def test_choose_prints_the_tangent(capsys, flags, printed):
+    assert main(["choose", "--platform", "cuda", *flags.split()]) == 0
+    assert printed in capsys.readouterr().out
+
+
+def test_warmup_compiles_the_tangent(nvrtc, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("JAX_FLASH_CACHE_DIR", str(tmp_path))
+    assert main(["warmup", *"--shape 1 77 2 16 --dtype bfloat16 --tangent query value --arch sm_80".split()]) == 0
+    out = capsys.readouterr().out
+    assert [line.partition(": ")[0] for line in out.splitlines()[:-1]] == [
+        "sm_80 forward",
+        "sm_80 forward with unrounded O",
+        "sm_80 tangent",
+    ]
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 def test_choose_compiles_on_request(capsys, monkeypatch):
     monkeypatch.setattr(jax_flash, "explain", lambda problem, backward, compiled: f"compiled: {compiled}")
     for flags, compiled in (((), False), (("--compiled",), True)):

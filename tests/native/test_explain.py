@@ -21,7 +21,7 @@ def test_explanation_matches_plan():
     (kernel,) = plain.kernels
     tiles = [fields(is_causal=True)[name] for name in ("rows", "cols", "groups", "stages")]
     assert kernel == ("jax_flash_forward", "hopper", *tiles)
-    assert plain[:3] == (False, "sm_90a", 132) and plain[4:] == (0, (), {}, "", "")
+    assert plain[:3] == (False, "sm_90a", 132) and plain[4:] == (0, (), {}, "", "", False)
     assert explained(is_causal=True, batch=133).scratch_bytes == 256  # a counter, as there are more tiles than CTAs
     (kernel,) = explained(arch="sm_80").kernels
     assert kernel.family == "ampere"
@@ -182,6 +182,35 @@ def test_explain_compiled(monkeypatch):
     for compiled in (False, True):
         jax_flash.explain(BASE, compiled=compiled)
     assert flags == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "tangents", "file"),
+    [
+        ({"dtype": "bfloat16"}, ("query", "key", "value"), "hopper"),
+        ({"dtype": "bfloat16", "bias": Extent(True, True, True, True), "bias_dtype": "float32"}, ("bias",), "ampere"),
+        ({"dtype": "float32"}, ("scale",), "ampere"),
+    ],
+)
+def test_explain_tangent(changes, tangents, file):
+    explanation = jax_flash.explain(problem(**changes), arch="sm_90a", tangents=tangents)
+    assert [(x.name, x.family) for x in explanation.kernels] == [("jax_flash_tangent", file)]
+    assert str(explanation).startswith("tangent on sm_90a")
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "error", "message"),
+    [
+        ({"dtype": "bfloat16"}, {"tangents": ("scale",)}, ValueError, "in plain JAX, .*: a differentiated scale"),
+        ({}, {"tangents": ("mask",)}, ValueError, "must be some of query, key, value, bias, sinks, scale, not 'mask'"),
+        ({}, {"tangents": ("sinks",)}, ValueError, "the problem has no sinks"),
+        ({}, {"tangents": "query"}, TypeError, "must be a sequence of names"),
+        ({}, {"tangents": ("query",), "backward": True}, ValueError, "leave out backward=True"),
+    ],
+)
+def test_invalid_tangents_of_explain(changes, options, error, message):
+    with pytest.raises(error, match=message):
+        jax_flash.explain(problem(**changes), **options)
 
 
 def test_explain_uses_the_first_gpu(monkeypatch):

@@ -246,7 +246,8 @@ struct Consumer {
   __device__ __forceinline__ bool ComputeTile() {
     SyncWarp();  // all lanes have read the previous tile, before q_empty is signalled
     MbarrierWait(&shared.q_full[q.Index()][warpgroup], q.Parity());
-    // The tile stays in shared memory to save registers. Only the bounds of the loop are in registers.
+    // The tile stays in shared memory to save registers. Only the bounds of the loop are in registers. There are two
+    // places for each buffer of Q, by `position`, as the buffer is released before the results of its tile are written.
     const QTile& tile = shared.tile[q.position][warpgroup];
     const int begin = kLocal || kListed ? Uniform(tile.visible.any_lo) : 0, end = Uniform(tile.visible.any_hi);
     const int unmasked_begin = kLocal ? Uniform(tile.visible.every_lo) : 0;

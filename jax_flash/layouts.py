@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
@@ -142,23 +143,25 @@ def _documents(work: np.ndarray, document: np.ndarray, devices: int) -> np.ndarr
     """
     owner, loads = np.full(len(work), -1), np.zeros(devices)
     room = np.full(devices, len(work) // devices)
+    before = np.append(0, np.cumsum(work))
+    edges = [0, *(np.flatnonzero(np.diff(document)) + 1).tolist(), len(work)]
     pieces = []
-    for chunks in np.split(np.arange(len(work)), np.flatnonzero(np.diff(document)) + 1):
-        part = len(chunks) // (2 * devices) if len(chunks) > len(work) // devices // 2 else 0
+    for begin, end in itertools.pairwise(edges):
+        part = (end - begin) // (2 * devices) if end - begin > len(work) // devices // 2 else 0
         if part:
-            parts = chunks[: 2 * devices * part].reshape(2, devices, part)
+            parts = np.arange(begin, begin + 2 * devices * part).reshape(2, devices, part)
             both = np.concatenate([parts[0], parts[1, ::-1]], 1)  # [devices, chunks]
             owner[both] = np.arange(devices)[:, None]
             loads += work[both].sum(1)
             room -= 2 * part
-        pieces.append(chunks[2 * devices * part :])
-    for chunks in sorted(pieces, key=lambda chunks: -work[chunks].sum()):
-        fits = np.flatnonzero(room >= len(chunks))
-        if len(fits):
-            device = fits[np.argmin(loads[fits])]
-            owner[chunks] = device
-            loads[device] += work[chunks].sum()
-            room[device] -= len(chunks)
+        begin += 2 * devices * part
+        pieces.append((before[end] - before[begin], begin, end))
+    for entries, begin, end in sorted(pieces, key=lambda piece: -piece[0]):
+        device = np.argmin(np.where(room >= end - begin, loads, np.inf))
+        if room[device] >= end - begin:
+            owner[begin:end] = device
+            loads[device] += entries
+            room[device] -= end - begin
     owner[owner < 0] = np.repeat(np.arange(devices), room)
     return np.argsort(owner, kind="stable").reshape(devices, -1).astype(np.int32)
 

@@ -314,6 +314,35 @@ def test_varlen(options, layout):
     assert_close({name: reordered(x, layout, 4, 0, False) for name, x in actual.items()}, expected)
 
 
+def test_a_layout_for_each_row():
+    """`vmap` over rows with their own documents and layouts, in a Flax module that gets its layout as an option."""
+    pytest.importorskip("flax")
+    from flax import nnx
+
+    import jax_flash.nnx
+
+    layer = jax_flash.nnx.MultiHeadAttention(4, 32, is_causal=True, decode=False, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (2, 1024, 32))
+    ids = np.repeat([[0, 1, 2, 3], [0, 0, 0, 1]], 256, axis=1)
+    layouts = [jax_flash.balance(cu_seqlens, 2) for cu_seqlens in ([0, 256, 512, 768, 1024], [0, 768, 1024])]
+    stacked = jax.tree.map(lambda *x: np.stack(x), *layouts)
+
+    def row(x, ids, layout):
+        options = {"query_segment_ids": ids, "key_value_segment_ids": ids}
+        where = {} if layout is None else {"sequence_axis": "seq", "sequence_layout": layout}
+        return layer(x[None], **options, **where)[0]
+
+    mesh = jax.make_mesh((2,), ("seq",), (AxisType.Auto,), devices=require_devices(2))
+    over = P(None, "seq")
+    local = jax.shard_map(jax.vmap(row), mesh=mesh, in_specs=(over, over, P()), out_specs=over)
+    given = [
+        np.stack([layout.permute(np.asarray(x), 0) for layout, x in zip(layouts, xs, strict=True)]) for xs in (x, ids)
+    ]
+    found = jax.jit(local)(*given, stacked)
+    found = [layout.inverse(np.asarray(x), 0) for layout, x in zip(layouts, found, strict=True)]
+    np.testing.assert_allclose(found, jax.vmap(functools.partial(row, layout=None))(x, ids), rtol=1e-5, atol=1e-5)
+
+
 SHAPE = (1, 48, 2, 8)  # of each of two devices
 
 

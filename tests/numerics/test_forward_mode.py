@@ -503,7 +503,11 @@ def test_transformations(transform):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(
+    "layout",
+    ["contiguous", "zigzag", jax_flash.Layout(np.array([[0, 5], [1, 2], [3, 7], [4, 6]], np.int32))],
+    ids=("contiguous", "zigzag", "chunks"),
+)
 def test_sharded_sequence(layout):
     q = normal(0, 1, 32, 2, 4)
     mesh = jax.make_mesh((4,), ("seq",), (AxisType.Auto,), devices=jax.devices("cpu")[:4])
@@ -516,6 +520,8 @@ def test_sharded_sequence(layout):
         call = jax.shard_map(local, mesh=mesh, in_specs=(P(None, "seq"), P(), P()), out_specs=P(None, "seq"))
         if layout == "contiguous":
             return call(q, scale, sinks)
+        if isinstance(layout, jax_flash.Layout):
+            return layout.inverse(call(layout.permute(q, 1), scale, sinks), 1)
         return jax_flash.unzigzag(call(jax_flash.zigzag(q, 4, 1), scale, sinks), 4, 1)
 
     at, to = (q, 0.4, jnp.array([0.5, 1.0])), (along(q), 1.0, jnp.array([1.0, -2.0]))

@@ -263,7 +263,9 @@ def append(
       The updated caches, and index + T.
     """
     _check_as_many(query, key)
-    return written(cached_key, key, index), written(cached_value, value, index), index + key.shape[-3]
+    keys = written("keys", cached_key, key, index, axis=-3)
+    values = written("values", cached_value, value, index, axis=-3)
+    return keys, values, index + key.shape[-3]
 
 
 def _check_as_many(query: jax.Array, key: jax.Array) -> None:
@@ -274,15 +276,15 @@ def _check_as_many(query: jax.Array, key: jax.Array) -> None:
         )
 
 
-def written(cache: jax.Array, new: jax.Array, index: jax.Array) -> jax.Array:
-    """Write new keys or values to a cache, as in `append`."""
-    expected = (*cache.shape[:-3], new.shape[-3], *cache.shape[-2:])
-    if new.shape != expected or new.shape[-3] > cache.shape[-3]:
+def written(name: str, cache: jax.Array, new: jax.Array, index: jax.Array, *, axis: int) -> jax.Array:
+    """Write new keys, values or latents, with tokens along a negative axis, to a cache, as in `append`."""
+    before, longest, after = cache.shape[:axis], cache.shape[axis], cache.shape[axis:][1:]
+    if new.shape != (*before, new.shape[axis], *after) or new.shape[axis] > longest:
         raise ValueError(
-            f"keys and values must have shape {(*cache.shape[:-3], 'T', *cache.shape[-2:])} with "
-            f"T <= {cache.shape[-3]} to fit the cache of shape {cache.shape}, not {new.shape}"
+            f"{name} must have shape {(*before, 'T', *after)} with T <= {longest} to fit the cache of shape "
+            f"{cache.shape}, not {new.shape}"
         )
-    return lax.dynamic_update_slice_in_dim(cache, new.astype(cache.dtype), index, axis=-3)
+    return lax.dynamic_update_slice_in_dim(cache, new.astype(cache.dtype), index, axis=axis)
 
 
 def _fold(name: str, x: Any, leading: tuple[int, ...], dims: int, whole: bool) -> Any:

@@ -112,9 +112,16 @@ def positions_of(
       positions, segment_ids, page_table, lengths: arguments of the call.
       cached: int32 scalar, the number of tokens in the cache; None without a contiguous cache.
     """
-    own = jnp.arange(inputs.shape[-2])
+    leading = inputs.shape[:-1]
+    own = jnp.arange(leading[-1])
     if cached is None and page_table is None and lengths is None:
-        return own if positions is None else checks.integers("positions", positions)
+        if positions is None:
+            return own
+        positions = checks.integers("positions", positions)
+        fits = 0 < positions.ndim <= len(leading) and positions.shape[-1] == leading[-1]
+        if not fits or any(n not in (1, full) for n, full in zip(positions.shape[::-1], leading[::-1], strict=False)):
+            raise ValueError(f"positions must have shape {leading} or {leading[-1:]}, not {positions.shape}")
+        return positions
     for name, x in {"positions": positions, "segment_ids": segment_ids}.items():
         if x is not None:
             raise ValueError(f"{name} must not be given with a cache, which counts its tokens: leave it out")
@@ -122,7 +129,9 @@ def positions_of(
         return cached + own
     if page_table is None or lengths is None:
         raise ValueError("a paged cache needs page_table and lengths: pass both in the call")
-    ends = checks.saturated(checks.integers("lengths", lengths))
+    if inputs.ndim != 3:
+        raise ValueError(f"with a paged cache, inputs must have shape [B, T, features], not {inputs.shape}")
+    ends = checks.saturated(checks.shaped("lengths", checks.integers("lengths", lengths), inputs.shape[:1]))
     return (ends[..., None] - len(own) + own).clip(0)  # queries before the first token are padding
 
 
@@ -240,7 +249,7 @@ def append_latent(cache: jax.Array, cached: jax.Array, latent: jax.Array) -> tup
     Returns:
       The updated cache, and its new number of tokens.
     """
-    return written(cache[..., None, :], latent[..., None, :], cached)[..., 0, :], cached + latent.shape[-2]
+    return written("latents", cache, latent, cached, axis=-2), cached + latent.shape[-2]
 
 
 def absorbs(of: LatentAttributes, q_len: int, kv_len: int) -> bool:

@@ -1,5 +1,7 @@
 """`MultiHeadLatentAttention` of linen and nnx, compared with the formulas of DeepSeek-V3 and with each other."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -291,6 +293,10 @@ def test_errors_of_pages(api):
         layer(layer.params, X, page_table=TABLE, lengths=ENDS)
     with pytest.raises(ValueError, match="needs page_table and lengths: pass both"):
         layer.decode(layer.params, layer.pages(4, 16), X[:, :1], page_table=TABLE)
+    with pytest.raises(ValueError, match=r"lengths must have shape \(2,\), not \(3,\)"):
+        layer.decode(layer.params, layer.pages(4, 16), X[:, :1], page_table=TABLE, lengths=np.array([1, 1, 1]))
+    with pytest.raises(ValueError, match=r"inputs must have shape \[B, T, features\], not \(1, 32\)"):
+        layer.decode(layer.params, layer.pages(4, 16), X[0, :1], page_table=TABLE, lengths=ENDS)
     with pytest.raises(ValueError, match="multiple of 8 keys from 8 to 1024, not 12"):
         layer.pages(4, 12)
 
@@ -311,12 +317,21 @@ def test_errors_of_attributes(api, options, error, message):
         api(**options)
 
 
+@pytest.mark.parametrize("shape", [(), (25,), (3, 24), (2, 1), (1, 1, 24)])
+def test_errors_of_positions(api, shape):
+    layer = api()
+    with pytest.raises(ValueError, match=re.escape(f"positions must have shape (2, 24) or (24,), not {shape}")):
+        layer(layer.params, X, positions=np.zeros(shape, int))
+
+
 def test_errors_of_calls(api):
     layer = api()
     with pytest.raises(TypeError, match="unexpected keyword argument 'mask': the arguments are"):
         layer(layer.params, X, mask=None)
-    with pytest.raises(ValueError, match="to fit the cache"):
+    with pytest.raises(ValueError, match=r"latents must have shape \(2, 'T', 32\) with T <= 24 .*, not \(2, 48, 32\)"):
         layer.decode(layer.params, layer.cache(), np.concatenate([X, X], 1))
+    with pytest.raises(ValueError, match=r"latents must have shape \(2, 'T', 32\) .*, not \(1, 24, 32\)"):
+        layer.decode(layer.params, layer.cache(), X[:1])
     narrow = api(kv_lora_rank=20)
     with pytest.raises(ValueError, match="last dim of latent must be a multiple of 8 from 8 to 576, not 28"):
         narrow.decode(narrow.params, narrow.cache(), X[:, :1])

@@ -291,6 +291,7 @@ __device__ __forceinline__ void LoadQ(const Params& p, const QTile& tile, Shared
 __device__ __forceinline__ float FinishRow(const Params& p, const QTile& tile, const OnlineSoftmax<kLaneRows>& softmax,
                                            int h, bool writes) {
   const float l = kParts ? softmax.l[h] : softmax.Denominator(p, tile.batch, tile.head, h);
+  const float factor = softmax.l[h] == 0.0f ? 0.0f : ZScale(p) / l;
   if (writes && tile.LaneRow() + 8 * h < RowsOfHead(p)) {
     if constexpr (kParts) {
       p.l_parts[tile.Statistic(p, h)] = softmax.RowSum(h);
@@ -300,7 +301,7 @@ __device__ __forceinline__ float FinishRow(const Params& p, const QTile& tile, c
       p.m[tile.Statistic(p, h)] = softmax.RowMaximum(p, h);
     }
   }
-  return softmax.l[h] == 0.0f ? 0.0f : ZScale(p) / l;
+  return factor;
 }
 
 // C = diag(x) C, where x[h] is for row LaneRow() + 8 h.

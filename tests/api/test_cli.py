@@ -83,7 +83,7 @@ def test_info_of_unavailable_instruction_set(capsys, monkeypatch):
         ("--platform cuda --page 16 --shape 8 1 8 128 --kv-len 4000 --kv-heads 2", "flash"),
         ("--platform cuda --dtype float64", "xla"),
         ("--platform cuda --shape 1 64 2 20", "xla"),
-        ("--platform cuda --shape 1 64 2 512", "xla"),
+        ("--platform cuda --shape 1 64 2 1024", "xla"),
         ("--platform cpu --shape 1 64 2 512", "flash"),
         ("--platform tpu", "xla"),
     ],

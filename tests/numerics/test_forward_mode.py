@@ -160,9 +160,9 @@ def is_captured(name):
     return " " in name
 
 
-def with_mods(case, mods, implementation):
+def with_mods(case, mods, implementation, dtype):
     """Return a function of the arrays that have tangents, and these arrays: floats, with the captured ones."""
-    arrays = case.arrays("float64") | captured(mods, "float64")
+    arrays = case.arrays(dtype) | captured(mods, dtype)
     moving = {name: x for name, x in arrays.items() if x.dtype.kind == "f"}
 
     def attention(moved):
@@ -184,19 +184,31 @@ def with_mods(case, mods, implementation):
 )
 def test_score_programs(make, moves_captured):
     """Programs with tangents of the arrays that they capture, and without."""
+    check_program(make, moves_captured, "float64", 1e-10)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("moves_captured", [False, True])
+@pytest.mark.parametrize("make", [SCORES[0], score_and_mask], ids=lambda make: make.__name__)
+def test_score_programs_in_kernels(make, moves_captured):
+    """The same in float32, so on a GPU in its kernels."""
+    check_program(make, moves_captured, "float32", 2e-5)
+
+
+def check_program(make, moves_captured, dtype, atol):
     case = Case(B=2, T=19, S=21, N=4, K=2, D=8, E=8, causal=True)
     mods = make(case)
     mods = mods if type(mods) is tuple else (mods,)
     results = []
     for implementation in ("flash", "reference"):
-        attention, moving = with_mods(case, mods, implementation)
+        attention, moving = with_mods(case, mods, implementation, dtype)
         at = {name: x for name, x in moving.items() if moves_captured or not is_captured(name)}
         tangents = {name: np.asarray(along(x)) for name, x in at.items()}
         results.append(jax.jit(lambda at, to, f=attention: jax.jvp(f, (at,), (to,)))(at, tangents))
     (o, _), (do, dlogsumexp) = results[1]
-    np.testing.assert_allclose(results[0][0][0], o, atol=1e-10)
-    np.testing.assert_allclose(results[0][1][0], do, atol=1e-10)
-    np.testing.assert_allclose(results[0][1][1], jnp.where(jnp.isfinite(dlogsumexp), dlogsumexp, 0), atol=1e-10)
+    np.testing.assert_allclose(results[0][0][0], o, atol=atol)
+    np.testing.assert_allclose(results[0][1][0], do, atol=atol)
+    np.testing.assert_allclose(results[0][1][1], jnp.where(jnp.isfinite(dlogsumexp), dlogsumexp, 0), atol=atol)
 
 
 def test_varlen():

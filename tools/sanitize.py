@@ -41,7 +41,7 @@ from jax_flash import BlockMask
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "tests" / "helpers"))
 
 from block_masks import GARBAGE, sparse, with_unchecked_arrays
-from cases import FEATURES, Case, with_gradients
+from cases import DIFFERENTIATED, FEATURES, Case, with_gradients
 from programs import captured, run, score_and_mask
 
 OPTIONS = ["--kernel-name", "kernel_substring=jax_flash_"]  # do not check XLA's kernels
@@ -127,7 +127,10 @@ def with_garbage(mask: BlockMask) -> BlockMask:
 
 
 def execute(call: Call) -> None:
-    """Run a forward and a backward as separate programs, so that they read and write only arrays of JAX."""
+    """Run a forward and a backward as separate programs, so that they read and write only arrays of JAX.
+
+    Then run a tangent, except of score programs.
+    """
     arrays, cotangents = call.case.arrays(call.dtype), call.case.cotangents(call.dtype)
     if call.programs:
         make = functools.partial(score_and_mask, call.case)
@@ -143,6 +146,10 @@ def execute(call: Call) -> None:
 
     with jax.default_matmul_precision(call.precision):
         jax.block_until_ready(with_gradients(attention, arrays, cotangents, call.case.logsumexp))
+        moving = {name: x for name, x in arrays.items() if name in DIFFERENTIATED}
+        others = {name: x for name, x in arrays.items() if name not in moving}
+        tangent = jax.jit(lambda x: jax.jvp(lambda x: attention(others | x), (x,), (x,)))
+        jax.block_until_ready(tangent(moving))
 
 
 def run_calls(seconds: float, jobs: int) -> int:

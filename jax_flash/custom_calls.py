@@ -224,8 +224,12 @@ def is_unbatched(name: str) -> bool:
     return array_of(name) in UNBATCHED
 
 
-def _dce(used: list[bool], eqn: JaxprEqn) -> tuple[list[bool], JaxprEqn | None]:
-    """Eliminate dead code: without a tangent, as in reverse mode, O is not needed before it is rounded."""
+def _dce(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], JaxprEqn | None]:
+    """Eliminate dead code: without a tangent, as in reverse mode, O is not needed before it is rounded.
+
+    Newer versions of JAX pass which inputs are live before the equation.
+    """
+    eqn: JaxprEqn = live_and_eqn[-1]
     call = eqn.params["call"]
     if UNROUNDED_O in call.results and any(used) and not used[-1]:
         params = eqn.params | {"call": call.without_unrounded_o, "jaxpr": eqn.params["rounded"]}

@@ -18,6 +18,20 @@ int64_t SizeOf(DType dtype) {
 
 }  // namespace
 
+bool HasScoreOperandOfRows(const Problem& p) {
+  const auto of_rows = [](std::string_view operand, std::string_view dims) {
+#define ONCE_A_ROW(operand_, gradient, role, ...) || (operand == #operand_ && role == Role::kOnceARow)
+    const bool elsewhere = operand == "query" JAX_FLASH_DERIVATIVES(ONCE_A_ROW);
+#undef ONCE_A_ROW
+    return !elsewhere && dims.find_first_of("NT") != dims.npos;
+  };
+#define CHECK(type, name, dtype, dims, there) \
+  if (ExtentOf(there).present && of_rows(#name, dims)) return true;
+  JAX_FLASH_OPERANDS(CHECK)
+#undef CHECK
+  return false;
+}
+
 std::vector<OperandDeclaration> DeclaredOperands() {
   const Problem p;
 #define ENTRY(type, name, dtype, dims, there) \

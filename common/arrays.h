@@ -65,6 +65,9 @@ constexpr Extent GradientExtent(Role role, const Extent& operand) {
   return role == Role::kOnceARow ? ExtentOf(operand.present) : operand;
 }
 
+// Does an operand other than the query have values for heads or rows, and affect scores?
+bool HasScoreOperandOfRows(const Problem& p);
+
 // An operand as Python sees it.
 struct OperandDeclaration {
   std::string name, dims;

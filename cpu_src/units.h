@@ -1,6 +1,7 @@
 // Units of work of the passes that keep tiles of Q: a few tiles of Q that share each tile of K and V.
 #pragma once
 
+#include "common/arrays.h"
 #include "common/problem.h"
 #include "cpu_src/block.h"
 #include "cpu_src/scores.h"
@@ -21,9 +22,7 @@ struct RowTile {
 // The number of heads whose rows share tiles: all heads of a group if each has few rows, as in decoding, and if their
 // scores depend on a head by its query only. Otherwise 1.
 inline int64_t MergedHeads(const Problem& p) {
-  const bool alike = !p.score.bias.present && !p.mask.array.present && !p.mask.block_mask.present &&
-                     !p.mask.segment_ids && !p.mask.ranges && !p.dropout() && !p.programs();
-  return alike && p.kv_heads > 0 && 2 * p.q_len <= kTileRows ? p.group() : 1;
+  return !HasScoreOperandOfRows(p) && p.kv_heads > 0 && 2 * p.q_len <= kTileRows ? p.group() : 1;
 }
 
 // Calls use(r, count, rows) for parts of a tile whose rows have a constant distance in an array [B, T, N, dim]. Its

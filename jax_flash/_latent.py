@@ -22,6 +22,7 @@ from jax.typing import ArrayLike
 from jax_flash import checks
 from jax_flash._flax import attend, written
 from jax_flash.call import Call, Implementation
+from jax_flash.explicit import explicit_mesh
 from jax_flash.mla import append_to_latent_pages, mla_attention, paged_mla_attention
 
 Apply = Callable[[str, jax.Array], jax.Array]  # applies the layer of this name
@@ -172,9 +173,10 @@ def attend_expanded(
     heads = query.shape[-2]
     expanded = jnp.einsum("...sr,rx->...sx", latent[..., : of.kv_lora_rank], kernel, precision=of.precision)
     expanded = expanded.reshape(*expanded.shape[:-1], heads, -1)
-    rotary = latent[..., None, of.kv_lora_rank :]
-    rotary = jnp.broadcast_to(rotary, (*rotary.shape[:-2], heads, rotary.shape[-1]))
-    key = jnp.concatenate([expanded[..., : of.qk_nope_head_dim], rotary], axis=-1)
+    still, rotary = expanded[..., : of.qk_nope_head_dim], latent[..., None, of.kv_lora_rank :]
+    shape, spec = (*still.shape[:-1], rotary.shape[-1]), jax.typeof(still).sharding.spec
+    rotary = jnp.broadcast_to(rotary, shape, out_sharding=spec if explicit_mesh(still) else None)
+    key = jnp.concatenate([still, rotary], axis=-1)
     call = Call(
         scale=of.softmax_scale,
         is_causal=of.is_causal or cached is not None,

@@ -313,8 +313,8 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention, Attributes):
         elif self.decode:
             # The first call (`init`) only makes the cache, as long as its inputs.
             is_initialized = self.has_variable("cache", "cached_key")
-            cached_key = self.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype)
-            cached_value = self.variable("cache", "cached_value", jnp.zeros, value.shape, value.dtype)
+            cached_key = self.variable("cache", "cached_key", jnp.zeros_like, key)
+            cached_value = self.variable("cache", "cached_value", jnp.zeros_like, value)
             cache_index = self.variable("cache", "cache_index", lambda: jnp.array(0, jnp.int32))
             if is_initialized:
                 cached = cache_index.value
@@ -498,7 +498,7 @@ class MultiHeadLatentAttention(nn.Module, LatentAttributes):
             shape = checks.integer("pages", self.pages, 1), checked_page(checks.integer("page", self.page, 1))
             pages = self.variable("cache", "latent_pages", jnp.zeros, (*shape, self.latent_dim), latent.dtype)
         elif self.decode:
-            cache = self.variable("cache", "cached_latent", jnp.zeros, latent.shape, latent.dtype)
+            cache = self.variable("cache", "cached_latent", jnp.zeros_like, latent)
         if attends_in_pages:
             assert page_table is not None and lengths is not None
             x, pages.value = attend_in_latent_pages(self, query, latent, kernel, pages.value, page_table, lengths)

@@ -383,3 +383,42 @@ def test_vmap_over_arguments_without_batch_dim(name, mode):
         value, gradient = jax.jit(both)(examples["query"], given)
     np.testing.assert_allclose(value, expected[0], rtol=1e-5)
     np.testing.assert_allclose(gradient, expected[1], rtol=1e-5, atol=1e-5)
+
+
+LATENT = {"kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 8}
+LAYERS = [
+    ("MultiHeadAttention", {"is_causal": True}, ()),
+    ("MultiHeadLatentAttention", LATENT, ()),
+    ("MultiHeadLatentAttention", LATENT, ("q_proj", "kv_b_proj")),
+]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("module", "options", "of_heads"), LAYERS, ids=["standard", "latent", "heads of latents"])
+def test_flax_layers(module, options, of_heads, mode):
+    """Outputs, gradients and decoding over devices that divide the batch, or the heads by these kernels."""
+    pytest.importorskip("flax")
+    import jax_flash.linen
+
+    layer = getattr(jax_flash.linen, module)(num_heads=4, **options)
+    x = np.random.default_rng(0).normal(size=(4, 12, 32)).astype(np.float32)
+    params = layer.init(jax.random.key(0), x)["params"]
+
+    @jax.jit
+    def run(params, x):
+        outputs, pull = jax.vjp(lambda *given: layer.apply({"params": given[0]}, given[1]), params, x)
+        decoder = layer.clone(decode=True)
+        cache, decoded = decoder.init(jax.random.key(0), x)["cache"], []
+        for new in (x[:, :8], x[:, 8:]):
+            out, changed = decoder.apply({"params": params, "cache": cache}, new, mutable="cache")
+            cache = changed["cache"]
+            decoded.append(out)
+        return outputs, pull(outputs), decoded
+
+    expected = run(params, x)
+    devices = mesh(mode, 4)
+    with jax.set_mesh(devices):
+        spec = {name: P(None, "data") if name in of_heads else P() for name in params}
+        placed = {name: jax.device_put(leaf, NamedSharding(devices, spec[name])) for name, leaf in params.items()}
+        found = run(placed, jax.device_put(x, NamedSharding(devices, P() if of_heads else P("data"))))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected)

@@ -73,9 +73,9 @@ def balance(cu_seqlens: ArrayLike, devices: int, tokens: int | None = None) -> L
         layout = jax_flash.balance(cu_seqlens, devices=8, tokens=tokens.shape[1])
         tokens, targets, positions = layout.permute((tokens, targets, positions), axis=1)
 
-    Pass the layout as `sequence_layout`. A chunk has at least 128 tokens, unless devices have fewer. Start documents
-    at multiples of 128 tokens, with padding before them. Otherwise documents share chunks, and devices have to exchange
-    keys for them.
+    Pass the layout as `sequence_layout`. A chunk has 128 tokens if each device has a multiple of 128. Otherwise it has
+    more, or all tokens of a device. Start documents at multiples of 128 tokens, and count the padding before them as
+    the end of the previous document. Otherwise documents share chunks, and devices have to exchange keys for them.
 
     Args:
       cu_seqlens: integer array [B + 1], the cumulative lengths of the documents, as in `varlen_attention`. Documents

@@ -38,7 +38,8 @@ class Operands(NamedTuple):
     query_offset: jax.Array | None = None  # [B], int32
     row_tiles: jax.Array | None = None  # [T / 16], int32, the global index of each tile of 16 rows
     key_tiles: jax.Array | None = None  # [S / 16], int32
-    origin: jax.Array | None = None  # [2], int32, multiples of 16, the global indices of the first row and key
+    # [2], int32, multiples of 16, the global indices of the first row and key. In a divided call, a layout's chunks.
+    origin: jax.Array | None = None
     blocks: jax.Array | None = None  # [B|1, N|1, U, V], int32, as in BlockMask; so are the next three
     row_lists: jax.Array | None = None  # [B|1, N|1, U, 2 + W], int32
     column_lists: jax.Array | None = None  # [B|1, N|1, V, 2 + W], int32

@@ -1,5 +1,7 @@
 """Calls with a part of the rows and keys of a larger call, as the devices of a sharded sequence make them."""
 
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -8,8 +10,9 @@ import numpy as np
 import plans
 from cases import Case
 
-from jax_flash import arguments, custom_calls, sequence
+from jax_flash import arguments, custom_calls, sequence, windows
 from jax_flash.call import Call
+from jax_flash.masks import WindowSize
 
 ROWS, KEYS = ("query", "query_segment_ids", "o", "do"), ("key", "value", "key_value_segment_ids")
 
@@ -49,7 +52,50 @@ def check(case: Case, dtype: str, tolerance: float, **mods: Any) -> None:
 
     o, l, m, (dq, dk, dv) = full(operands)
     expected = dict(zip(("o", "dq", "dk", "dv"), (o[:, T:], dq[:, T:], dk, dv), strict=True))
-    for (name, x), actual in zip(expected.items(), parts(operands, o, l, m), strict=True):
+    assert_equal(parts(operands, o, l, m), expected, tolerance)
+
+
+def check_chunks(case: Case, dtype: str, tolerance: float) -> None:
+    """Check a call on some chunks of the rows and some of the keys, as in a layout of chunks.
+
+    It equals those rows of the full call with a mask that hides the other keys. Ranges replace positional masks, and
+    the dropout mask has tables of tiles.
+    """
+    arrays, (do, _) = case.arrays(dtype), case.cotangents(dtype)
+    qkv = [jnp.asarray(arrays.pop(name)) for name in ("query", "key", "value")]
+    row_tiles, key_tiles = np.flatnonzero(np.arange(case.T // 16) % 5 < 3), np.flatnonzero(np.arange(case.S // 16) % 4)
+    rows, keys = ((tiles[:, None] * 16 + np.arange(16)).ravel() for tiles in (row_tiles, key_tiles))
+    mask = np.isin(np.arange(case.S), keys)
+    problem, operands = arguments.problem_and_operands(*qkv, None, mask, Call(**arrays, **case.options))
+    do = jnp.zeros_like(do).at[:, rows].set(do[:, rows])
+
+    def results(problem, operands, do):
+        o, l, m = custom_calls.forward(problem, False, operands)
+        differentiated = problem.differentiated({"dq", "dk", "dv"})
+        return o, *custom_calls.backward(differentiated, False, operands, o, l, m, do)
+
+    o, dq, dk, dv = jax.jit(functools.partial(results, problem))(operands, do)
+    expected = {"o": o[:, rows], "dq": dq[:, rows], "dk": dk[:, keys], "dv": dv[:, keys]}
+
+    places = (jnp.asarray(x, jnp.int32) for x in (rows, keys))
+    ranges = windows.ranges_at(windows.Bounds(*problem.mask.reach), problem.lengths, operands.arrays(), *places)
+    own = {"keys_of_rows": keys, "rows_of_keys": rows, "key_value_seq_lengths": keys}
+    part = {name: jnp.searchsorted(own[name], x).astype(jnp.int32) for name, x in ranges.items()}
+    part |= {name: x[:, rows] for name, x in operands.arrays().items() if name in ROWS}
+    part |= {name: x[:, keys] for name, x in operands.arrays().items() if name in KEYS}
+    changes = {"q_len": len(rows), "kv_len": len(keys), "dropout_tiles": problem.drop_threshold > 0}
+    if problem.drop_threshold:
+        part |= {name: jnp.asarray(x, jnp.int32) for name, x in (("row_tiles", row_tiles), ("key_tiles", key_tiles))}
+    masks = {"is_causal": False, "local_window_size": WindowSize(), "key_value_seq_lengths": True, "ranges": True}
+    local = plans.changed(problem, **changes, **masks, array=None)
+    part_operands = operands._replace(mask=None).replaced(part)
+    found = jax.jit(functools.partial(results, local))(part_operands, do[:, rows])
+    assert_equal(found, expected, tolerance)
+
+
+def assert_equal(found: Iterable[Any], expected: dict[str, Any], tolerance: float) -> None:
+    """Check that no error is larger than the tolerance times the largest expected number."""
+    for (name, x), actual in zip(expected.items(), found, strict=True):
         x, actual = (np.asarray(y, np.float64) for y in (x, actual))
         error, largest = np.abs(actual - x).max(), np.abs(x).max()
         assert error <= tolerance * largest, f"{name}: {error:.3g} of {largest:.3g}"

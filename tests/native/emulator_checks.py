@@ -137,6 +137,20 @@ def test_part(case, dtype, program):
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        (Case(B=1, T=320, S=352, N=2, K=1, D=64, E=64, window=(200, 3), segments="mixed", dropout=0.2), "bfloat16"),
+        (Case(B=1, T=160, S=192, N=1, K=1, D=64, E=40, window=(90, 20), segments="mixed", dropout=0.2), "float32"),
+    ],
+    ids=str,
+)
+def test_chunks(case, dtype):
+    """Ranges together with segment ids, and the dropout mask by tables of tiles."""
+    parts.check_chunks(case, dtype, 2e-2 if dtype == "bfloat16" else 5e-5)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
     ("q_lengths", "k_lengths", "case", "dtype"),
     [
         ((100, 0, 200, 3), (100, 0, 200, 3), Case(N=2, K=1, D=64, E=64, causal=True), "bfloat16"),

@@ -31,3 +31,18 @@ def test_programs(make, dtype):
     case = Case(B=1, T=320, S=352, N=2, K=1, D=64, E=64)
     mod = make(case)
     parts.check(case, dtype, TOLERANCES[dtype], **{mod.kind: mod.make(*map(jnp.asarray, mod.arrays))})
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(B=2, T=160, S=192, N=2, K=1, D=16, E=8, causal=True, segments="mixed", dropout=0.3),
+        Case(B=1, T=320, S=352, N=2, K=2, D=64, E=64, window=(200, 3), segments="mixed", dropout=0.3),
+        Case(B=1, T=320, S=320, N=2, K=1, D=128, E=128, window=(200, 30), segments=True),
+    ],
+    ids=str,
+)
+def test_chunks(case, dtype):
+    """Ranges together with segment ids, and the dropout mask by tables of tiles."""
+    parts.check_chunks(case, dtype, TOLERANCES[dtype])

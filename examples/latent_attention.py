@@ -86,12 +86,13 @@ def next_tokens(model: Model, tokens: jax.Array, table: jax.Array, lengths: jax.
 def serve(model: Model, prompts: list[np.ndarray], count: int) -> list[np.ndarray]:
     """Return each prompt with `count` generated tokens."""
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    pages = -(-(lengths.max() + count) // PAGE)
+    longest = max(map(len, prompts))
+    pages = -(-(longest + count) // PAGE)
     table = np.random.default_rng(0).permutation(len(prompts) * pages).reshape(len(prompts), pages).astype(np.int32)
     for block in model.blocks:
         block.attention.init_pages(table.size, PAGE)
     step = nnx.cached_partial(next_tokens, model)  # collects the arrays of the model once
-    tokens = np.stack([np.pad(prompt, (lengths.max() - len(prompt), 0)) for prompt in prompts])
+    tokens = np.stack([np.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])
     written = []
     for _ in range(count):
         written.append(np.asarray(step(*map(jnp.asarray, (tokens, table, lengths)))))

@@ -143,6 +143,11 @@ def problem_and_operands(query: ArrayLike, latent: ArrayLike, value_dim: int, ca
             "query and latent must have shapes [B, T, N, D] and [B, S, D], or [T, N, D] and [S, D], not "
             f"{query.shape} and {np.shape(latent)}"
         )
+    if query.ndim == 4 and query.shape[0] != key.shape[0]:
+        raise ValueError(
+            f"query and latent must have the same batch size, not {query.shape[0]} and {key.shape[0]}: their shapes "
+            f"are {query.shape} and {np.shape(latent)}"
+        )
     problem, operands = arguments.problem_and_operands(query, key, value, None, None, call)
     return dataclasses.replace(problem, latent=True), operands
 

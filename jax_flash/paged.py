@@ -248,7 +248,7 @@ def _table_and_lengths(table: Any, lengths: Any, B: int, count: int, page: int) 
     """Return both as int32, with the checks that are possible. The table has integers."""
     checked_page(page)
     if count == 0:
-        raise ValueError("key_pages and value_pages must have at least one page, not 0")
+        raise ValueError("a cache must have at least one page, not 0")
     if table.ndim != 2 or len(table) != B:
         raise ValueError(f"page_table must have shape [B, M] with B = {B}, not {table.shape}")
     lengths = checks.shaped("lengths", checks.integers("lengths", lengths), (B,))

@@ -44,6 +44,13 @@ def test_guides_run(page):
     run(page)
 
 
+def test_the_conversion_of_a_checkpoint_refuses_scales_of_float8():
+    pytest.importorskip("flax")
+    convert, name = run(ROOT / "docs/guides/mla.md")["convert"], "layer.q_a_proj"
+    with pytest.raises(KeyError, match="weight_scale_inv"):
+        convert({f"{name}.weight": np.ones((8, 8)), f"{name}.weight_scale_inv": np.ones((1, 1))}, "layer")
+
+
 def test_several_devices_run():
     if jax.device_count() < 8:
         pytest.skip("needs 8 devices")

@@ -405,7 +405,8 @@ class MultiHeadLatentAttention(nn.Module, LatentAttributes):
     N is num_heads, and nope, rope and v are qk_nope_head_dim, qk_rope_head_dim and v_head_dim.
 
     With `decode=True`, a call takes any number T of new tokens. Their latents enter the cache in the collection
-    "cache". `init` makes the cache, as long as its inputs.
+    "cache". `init` makes the cache, as long as its inputs. Tokens beyond that length overwrite the last ones, without
+    an error.
 
     Attributes:
       num_heads: number of heads.

@@ -409,8 +409,8 @@ class MultiHeadLatentAttention(nnx.Module, LatentAttributes):
     N is num_heads, and nope, rope and v are qk_nope_head_dim, qk_rope_head_dim and v_head_dim.
 
     To decode, call `init_cache((..., max_length, features))` once. Then call the module with `decode=True` and any
-    number T of new tokens. Their latents enter the cache. For a paged cache, call `init_pages(count, page)` once, then
-    call the module with `page_table` and `lengths`.
+    number T of new tokens. Their latents enter the cache. Tokens beyond max_length overwrite the last ones, without an
+    error. For a paged cache, call `init_pages(count, page)` once, then call the module with `page_table` and `lengths`.
 
     Args:
       num_heads: number of heads.

@@ -9,7 +9,7 @@ PYTEST_ARGS ?= -m "not slow"
 # left. A GPU's memory is for one process.
 PYTEST = bin/pytest $(if $(GPU),,--numprocesses auto --maxprocesses 8 --dist worksteal)
 EXTRAS ?= dev
-EMULATED ?= "(test_feature or test_head_dim or test_few_queries or test_some_queries or whole_tiles) and not f64"
+EMULATED ?= "(test_feature or test_head_dim or test_heads_in_slices or test_few_queries or test_some_queries or whole_tiles) and not f64"
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 SANITIZE_ARGS ?=

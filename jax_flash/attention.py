@@ -462,18 +462,10 @@ def _refuse_or_warn(problem: Problem, implementation: Implementation | None) -> 
         return
     if problem.symbolic:
         return
-    refusal = everywhere or (_refused_on_gpu(problem) if on_gpu else None)
+    refusal = everywhere or (custom_calls.refusal(problem, "cuda") if on_gpu else None)
     if refusal:
         place = "attention on the GPU" if on_gpu else "attention"
         warn(f'{place} takes implementation="xla", which is slower: {refusal}')
-
-
-def _refused_on_gpu(problem: Problem) -> str | None:
-    """Return why a GPU has no kernels for the forward or for a backward that may follow, or None if it has."""
-    refusal = custom_calls.refusal(problem, "cuda")
-    if refusal or not problem.differentiable:
-        return refusal
-    return custom_calls.refusal(problem.differentiated(problem.differentiable), "cuda")
 
 
 def _plain(

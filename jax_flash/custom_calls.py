@@ -462,10 +462,11 @@ def _plain_call(*arrays: jax.Array, call: Call) -> Results:
 
 
 def _falls_back(call: Call, platform: str) -> bool:
-    """Return whether a call is plain JAX on a platform. Warn if only its tangent is."""
+    """Return whether a call is plain JAX on a platform. Warn if only the gradient or the tangent is."""
     reason = refusal(call.problem, platform, call.moving) if call.fallback else None
-    if reason and call.moving and refusal(call.problem, platform) is None:
-        warn(f"the tangent of attention is computed in plain JAX, which is slower: {reason}")
+    if reason and call.target != "jax_flash_forward" and refusal(call.problem.differentiated(()), platform) is None:
+        derivative = "tangent" if call.moving else "gradient"
+        warn(f"the {derivative} of attention is computed in plain JAX, which is slower: {reason}")
     return reason is not None
 
 

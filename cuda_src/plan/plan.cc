@@ -188,9 +188,9 @@ int64_t MaxScratch(const Problem& p, Pass pass, const Target& target) {
 std::vector<Target> AllTargets() {
   std::vector<Target> targets;
   for (int multiprocessors = 1; multiprocessors <= kMaxMultiprocessors; ++multiprocessors) {
-    for (const bool hopper : {false, true}) {
-      Target target = TargetOf(hopper ? "sm_90a" : "sm_80", multiprocessors);
-      target.hopper = hopper;
+    for (const char* const arch : {"sm_80", "sm_89", "sm_90a"}) {  // one for each size of shared memory
+      Target target = TargetOf(arch, multiprocessors);
+      target.hopper = target.capability == 90;  // also if JAX_FLASH_CUDA_KERNELS takes another family here
       targets.push_back(target);
     }
   }

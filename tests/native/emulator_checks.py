@@ -57,6 +57,9 @@ hopper = pytest.mark.skipif(os.environ["JAX_FLASH_EMULATE"] != "sm_90", reason="
         (Case(T=3, S=1100, N=8, causal=True, offset=True, lengths=True, dropout=0.2, sinks=2.0), "bfloat16"),
         (Case(B=1, T=16, S=1100, N=3, K=1, D=64, E=40, mask="1n1s", bias="bnts", segments=True), "float32"),
         (Case(B=2, T=150, S=260, N=1, K=1, D=64, E=64, window=(90, 20), traced=True, lengths=True), "bfloat16"),
+        # wide heads in slices, and with few queries
+        (Case(B=1, T=70, S=80, N=2, K=1, D=264, E=328, causal=True, dropout=0.2, sinks=2.0), "bfloat16"),
+        (Case(B=2, T=1, S=600, N=4, K=1, D=576, E=512, causal=True, offset=True, lengths=True), "bfloat16"),
         # sinks in the single-kernel backward, with tiles of a bias, and with lists of blocks
         (Case(B=1, T=300, S=400, N=4, K=2, D=64, E=64, segments=True, sinks=2.0), "bfloat16"),
         (Case(B=1, T=140, S=160, N=2, K=1, D=64, E=64, bias="1nts", mask="b11s", sinks=2.0), "bfloat16"),

@@ -2,6 +2,7 @@
 
 import functools
 import threading
+import warnings
 
 import jax
 import jax.export
@@ -560,6 +561,7 @@ def test_hopper_backward_reuses_scratch(changes, multiprocessors, heads):
         {"bias_dtype": "float32", "bias": Extent(False, False, True, True), "requested": ("dq", "dk", "dv", "dbias")},
         {"q_len": 1, "kv_len": 65536},
         {"q_len": 64, "kv_len": 4096},
+        {"batch": 1, "q_heads": 128, "kv_heads": 1, "q_len": 1, "kv_len": 4096, "qk_dim": 576, "v_dim": 512},
         {"dtype": "float32", "full_precision": True},
     ],
     ids=str,
@@ -571,7 +573,8 @@ def test_portable_scratch(changes, backward):
     gpus = [(arch, n) for arch in ("sm_80", "sm_89", "sm_90a", "sm_100") for n in (1, 20, 108, 132, 148, 192, 500)]
     most = portable_scratch(backward, **changes)
     assert max(scratch(arch, backward, n, **changes) for arch, n in gpus) <= most
-    assert most in {scratch(arch, backward, n, **changes) for arch in ("sm_80", "sm_90a") for n in range(1, 193)}
+    archs = ("sm_80", "sm_89", "sm_90a")
+    assert most in {scratch(arch, backward, n, **changes) for arch in archs for n in range(1, 193)}
 
 
 def test_plan_depends_on_multiprocessors():
@@ -641,6 +644,25 @@ def test_lowers_to_the_custom_calls(implementation):
 def test_refused_calls_lower_to_plain_jax(case, x64):
     assert "@jax_flash_" not in lowered(**case)
     assert "@jax_flash_forward" in lowered(**case, implementation="flash")  # the handler reports the error
+
+
+def test_warning_if_only_a_gradient_is_plain_jax():
+    """In float32, kernels for wide heads compute the gradients of Q, K and V with a bias, but not the bias's."""
+
+    def loss(q, bias):
+        return jax_flash.dot_product_attention(q, q, q, bias=bias).sum()
+
+    def lower(wrt):
+        gradient = jax.jit(jax.grad(loss, wrt)).trace(jnp.ones((1, 16, 1, 512)), jnp.ones((16, 16)))
+        return gradient.lower(lowering_platforms=("cuda",)).as_text()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "@jax_flash_backward" in lower(0)
+    message = "the gradient of attention is computed in plain JAX, which is slower: float32 with head dims above 256"
+    with pytest.warns(UserWarning, match=message):
+        text = lower(1)
+    assert "@jax_flash_forward" in text and "@jax_flash_backward" not in text
 
 
 def test_deterministic_is_part_of_the_problem():

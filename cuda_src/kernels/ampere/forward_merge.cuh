@@ -8,9 +8,9 @@
 namespace jax_flash::ampere::forward {
 
 constexpr int kMergeWarps = kMergeThreads / 32, kMergedRows = kTiling.merged_rows;
-constexpr int kRowWarps = kMergeWarps / kMergedRows;  // warps for each row
-constexpr int kAtOnce = 9;                            // parts that a warp loads at a time
-constexpr int kLaneParts = 32 / kAtOnce * kAtOnce;    // parts that the lanes of a warp hold at a time
+constexpr int kMergeRowWarps = kMergeWarps / kMergedRows;  // warps for each row
+constexpr int kAtOnce = 9;                                 // parts that a warp loads at a time
+constexpr int kLaneParts = 32 / kAtOnce * kAtOnce;         // parts that the lanes of a warp hold at a time
 static_assert(kParts && !kListed);
 
 // The parts of row `at` of [batch, head, row] if work is balanced. The arrays have `rows` rows for each part.
@@ -34,24 +34,24 @@ __device__ __forceinline__ float Alpha(float to_log2, float m_p, float m) {
   return m_p == m ? 1.0f : Exp2((m_p - m) * to_log2);
 }
 
-// Merges the parts of kMergedRows rows of O, [batch, head, row]. Each row has kRowWarps warps. Each warp merges every
-// kRowWarps-th part of its row, one part for each lane at a time. Then the results of the warps are merged.
+// Merges the parts of kMergedRows rows of O, [batch, head, row]. Each row has kMergeRowWarps warps. Each warp merges
+// every kMergeRowWarps-th part of its row, one part for each lane at a time. Then the results of the warps are merged.
 extern "C" __global__ void __launch_bounds__(kMergeThreads)
     jax_flash_forward_merge(const __grid_constant__ RowParams p) {
   __shared__ float m_w[kMergeWarps], l_w[kMergeWarps];
   __align__(16) __shared__ float O_w[kMergeWarps][kVDim];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first_warp = warp / kRowWarps * kRowWarps;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first_warp = warp / kMergeRowWarps * kMergeRowWarps;
   const int64_t all = int64_t(p.batch) * p.q_heads * p.q_len, rows = kBalanced ? p.kv_heads * kRows : all;
   // The last CTA may merge the last row more than once.
-  const int64_t at = min(int64_t(blockIdx.x) * kMergedRows + warp / kRowWarps, all - 1);
+  const int64_t at = min(int64_t(blockIdx.x) * kMergedRows + warp / kMergeRowWarps, all - 1);
   // The row's parts in o_parts, l_parts and m_parts start at first_row, with a stride of `rows`.
   const PartsOfRow of_row(p, at, rows);
   const int64_t& first_row = kBalanced ? of_row.first : at;
   const int& parts = kBalanced ? of_row.count : p.parts;
   const float to_log2 = ToLog2(p);
-  // This warp has every kRowWarps-th part.
-  const auto there = [&](int number) { return warp - first_warp + number * kRowWarps < parts; };
-  const int64_t stride = kRowWarps * rows, begin = (warp - first_warp) * rows + first_row;
+  // This warp has every kMergeRowWarps-th part.
+  const auto there = [&](int number) { return warp - first_warp + number * kMergeRowWarps < parts; };
+  const int64_t stride = kMergeRowWarps * rows, begin = (warp - first_warp) * rows + first_row;
   const auto statistic = [&](const float* of_parts, int number, float nothing) {
     return lane < kLaneParts && there(number + lane) ? of_parts[begin + (number + lane) * stride] : nothing;
   };
@@ -101,23 +101,23 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads)
       *reinterpret_cast<float4*>(&O_w[warp][min(column + 4 * lane, kVDim - 4)]) = O[column / 128];
     }
   }
-  if (kRowWarps > 1) {
+  if (kMergeRowWarps > 1) {
     __syncthreads();
   } else {
     SyncWarp();
   }
   float m = m_w[first_warp], l = 0.0f;
 #pragma unroll
-  for (int w = 1; w < kRowWarps; ++w) m = fmaxf(m, m_w[first_warp + w]);
+  for (int w = 1; w < kMergeRowWarps; ++w) m = fmaxf(m, m_w[first_warp + w]);
 #pragma unroll
-  for (int w = 0; w < kRowWarps; ++w) l += l_w[first_warp + w] * Alpha(to_log2, m_w[first_warp + w], m);
+  for (int w = 0; w < kMergeRowWarps; ++w) l += l_w[first_warp + w] * Alpha(to_log2, m_w[first_warp + w], m);
   const int thread = threadIdx.x - 32 * first_warp, row = at % p.q_len, head = at / p.q_len % p.q_heads;
   const int batch = at / p.q_len / p.q_heads;
 #pragma unroll
-  for (int column = 2 * thread; column < kVDim; column += 64 * kRowWarps) {
+  for (int column = 2 * thread; column < kVDim; column += 64 * kMergeRowWarps) {
     float a = 0.0f, b = 0.0f;
 #pragma unroll
-    for (int w = first_warp; w < first_warp + kRowWarps; ++w) {
+    for (int w = first_warp; w < first_warp + kMergeRowWarps; ++w) {
       const float alpha = Alpha(to_log2, m_w[w], m);
       a = fmaf(alpha, O_w[w][column], a), b = fmaf(alpha, O_w[w][column + 1], b);
     }

@@ -69,20 +69,20 @@ struct Gradient {
     __syncthreads();
   }
 
-  // Processes one q tile.
+  // Processes one q tile. Numbers are lines of Algorithm 4.
   template <typename Slices>
   __device__ __forceinline__ void Step(Slices& slices, int head, int row) {
     WideScores<kWarps, kRows, kKeys> scores(p, batch, head, row, column);
 #pragma unroll 1
-    for (int n = 0; n < kQKSlices; ++n) scores.AddToS(slices.Next(n), SliceOf(shared.k, n));
-    scores.ApplyMasks(row < rows.every_lo || row + kRows > rows.every_hi);
-    scores.ToP([&](int row, int column, const float (&P)[4]) {
-      if (!kOfKey) shared.s.PutOperand(row, column, P);
+    for (int n = 0; n < kQKSlices; ++n) scores.AddToS(slices.Next(n), SliceOf(shared.k, n));  // 11
+    scores.ApplyMasks(row < rows.every_lo || row + kRows > rows.every_hi);                    // 12
+    scores.ToP([&](int i, int j, const float (&P)[4]) {                                       // 13 to 15
+      if (!kOfKey) shared.s.PutOperand(i, j, P);
     });
     if constexpr (kOfKey) {
 #pragma unroll 1
-      for (int n = 0; n < kVSlices; ++n) scores.AddToDP(slices.Next(kQKSlices + n), SliceOf(shared.v, n));
-      scores.template ToDS<true>(shared.s);
+      for (int n = 0; n < kVSlices; ++n) scores.AddToDP(slices.Next(kQKSlices + n), SliceOf(shared.v, n));  // 17
+      scores.template ToDS<true>(shared.s);                                                                 // 18, 20
     }
     auto left = LeftOperandOf<kPartKeys / 16, kRows / kStep>(
         [&](int m, int s) { return shared.s.ColumnsAsA(s * kStep, part_row + 16 * m); });
@@ -90,28 +90,28 @@ struct Gradient {
     for (int n = 0; n < kSlices; ++n) {
       const auto& right = slices.Next(kFirst + n);  // the first one also waits for P or dS
       if (n == 0) left.Load();
-      AddOperandsTimesRows<kRows / kStep>(sum[n], left, right, part_column);
+      AddOperandsTimesRows<kRows / kStep>(sum[n], left, right, part_column);  // 16 or 22
     }
   }
 
   __device__ __forceinline__ void Run() {
     QTiles<kListed, kRows> tiles(p, batch, kv_head, blocks, rows);
-    struct At {
+    struct Place {
       int head, row;
     };
-    const auto take = [&]() -> At {  // the next q tile, or one without rows
+    const auto take = [&]() -> Place {  // the next q tile, or one without rows
       if (!tiles.Exists()) return {0, -1};
-      const At at = {tiles.head, tiles.row};
+      const Place at = {tiles.head, tiles.row};
       tiles.Next();
       return at;
     };
     if (rows.any_lo < rows.any_hi) {
-      At at = take(), later_at = take();
+      Place at = take(), later_at = take();
       const auto load_slice = [&](SharedTile<kRows, kSlice>& to, int n, bool later) {
         n %= kQKSlices + kVSlices;
         const bool of_query = n < kQKSlices;
         const int first = (of_query ? n : n - kQKSlices) * kSlice, dim = of_query ? kQKDim : kVDim;
-        const At from = later ? later_at : at;
+        const Place from = later ? later_at : at;
         const Matrix matrix(of_query ? p.query : p.d_o, batch, from.head, p.q_len, p.q_heads, dim);
         to.template LoadColumns<kThreads>([&](int i) { return matrix.At(i, first); }, max(from.row, 0),
                                           from.row < 0 ? 0 : rows.any_hi, dim - first,

@@ -32,23 +32,24 @@ struct BackwardQuery {
     for (int n = 0; n < kQKSlices; ++n) Clear(dQ[n]);
   }
 
+  // Processes one kv tile. Numbers are lines of Algorithm 4.
   template <typename Slices>
   __device__ __forceinline__ void Step(Slices& slices, int column) {
     WideScores<kWarps, kRows, kKeys> scores(p, tile.batch, tile.head, tile.row, column);
 #pragma unroll 1
-    for (int n = 0; n < kQKSlices; ++n) scores.AddToS(SliceOf(shared.q, n), slices.Next(n));
-    scores.ApplyMasks(!tile.Every(p, column));
-    scores.ToP([](int, int, const float (&)[4]) {});
+    for (int n = 0; n < kQKSlices; ++n) scores.AddToS(SliceOf(shared.q, n), slices.Next(n));  // 11
+    scores.ApplyMasks(!tile.Every(p, column));                                                // 12
+    scores.ToP([](int, int, const float (&)[4]) {});                                          // 13, 14
 #pragma unroll 1
-    for (int n = 0; n < kVSlices; ++n) scores.AddToDP(SliceOf(shared.d_o, n), slices.Next(kQKSlices + n));
-    scores.template ToDS<false>(shared.ds);
+    for (int n = 0; n < kVSlices; ++n) scores.AddToDP(SliceOf(shared.d_o, n), slices.Next(kQKSlices + n));  // 17
+    scores.template ToDS<false>(shared.ds);                                                                 // 18, 20
     auto left = LeftOperandOf<kWarpRows / 16, kKeys / kStep>(
         [&](int m, int s) { return shared.ds.RowsAsA(WarpRow() + 16 * m, s); });
 #pragma unroll
     for (int n = 0; n < kQKSlices; ++n) {
       const auto& k = slices.Next(kQKSlices + kVSlices + n);  // the first one also waits for dS
       if (n == 0) left.Load();
-      AddOperandsTimesRows<kKeys / kStep>(dQ[n], left, k, part_column);
+      AddOperandsTimesRows<kKeys / kStep>(dQ[n], left, k, part_column);  // 21
     }
   }
 

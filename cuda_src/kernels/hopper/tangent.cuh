@@ -311,7 +311,7 @@ struct Consumer {
     return (int64_t(tile.batch) * p.q_len + row) * p.q_heads + tile.head;
   }
 
-  // Writes Ȯ = A - mu O, and the tangent of l.
+  // Writes Ȯ = (A - mu O) / l, and the tangent of l.
   __device__ __forceinline__ void Write(const QTile& tile) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

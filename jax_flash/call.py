@@ -12,7 +12,7 @@ import jax
 from jax import lax
 from jax.typing import ArrayLike
 
-from jax_flash import checks, windows
+from jax_flash import checks, layouts, windows
 from jax_flash.block_sparse import BlockMask
 from jax_flash.layouts import Layout, SequenceLayout
 from jax_flash.sequence import Division
@@ -69,9 +69,7 @@ class Call:
         axis, layout = self.sequence_axis, self.sequence_layout
         if axis is None:
             if layout is not None:
-                raise ValueError(
-                    f"sequence_layout={layout!r} needs a sequence_axis: pass the mesh axis of the sequence"
-                )
+                raise ValueError("sequence_layout needs a sequence_axis: pass the mesh axis of the sequence")
             return None
         axes = (axis,) if isinstance(axis, str) else axis
         if not isinstance(axes, tuple) or not axes or not all(isinstance(name, str) for name in axes):
@@ -92,11 +90,8 @@ class Call:
             )
         manual = {name: size for name, size in mesh.shape.items() if name in mesh.manual_axes}
         division = Division.over(axes, manual, layout or "contiguous")
-        if isinstance(layout, Layout) and layout.chunks.shape[0] != division.devices:
-            raise ValueError(
-                f"sequence_layout has {layout.chunks.shape[0]} devices, but sequence_axis={axis!r} has "
-                f"{division.devices}: call balance with this number"
-            )
+        if isinstance(layout, Layout):
+            layouts.check(layout, division.devices, axis)
         return division
 
 

@@ -18,6 +18,7 @@ from jax_flash.explicit import placed
 Tree = TypeVar("Tree")
 
 CHUNK = 128  # the fewest tokens of a chunk: the rows of a tile of the kernels, and a multiple of `dropout.TILE`
+LIMIT = 1.08  # the work of a device over the mean that needs no improvement
 ALIGNMENT = 16  # a chunk has a multiple of this many tokens if possible: dropout needs it
 
 
@@ -56,6 +57,23 @@ class Layout:
         order = self.chunks.reshape(-1)
         order = np.argsort(order) if isinstance(order, np.ndarray) else jnp.argsort(order)
         return jax.tree.map(lambda x: _reordered(x, axis, order), x)
+
+
+def check(layout: Layout, devices: int, axis: Any) -> None:
+    """Raise an error if a layout is for another number of devices, or if its chunks are known and not in order."""
+    chunks = layout.chunks
+    if chunks.shape[0] != devices:
+        raise ValueError(
+            f"sequence_layout has {chunks.shape[0]} devices, but sequence_axis={axis!r} has {devices}: call balance "
+            "with this number"
+        )
+    if not isinstance(chunks, np.ndarray):
+        return
+    if (np.diff(chunks) <= 0).any() or (np.sort(chunks, None) != np.arange(chunks.size)).any():
+        raise ValueError(
+            f"the chunks of sequence_layout must be the numbers 0 to {chunks.size - 1} once each, and increase on each "
+            "device: create the layout with balance"
+        )
 
 
 SequenceLayout = Literal["contiguous", "zigzag"] | Layout  # the argument `sequence_layout`
@@ -129,10 +147,10 @@ def _dealt(work: np.ndarray, document: np.ndarray, divides: np.ndarray, devices:
     """
     deals = [_documents(work, document, devices)]
     for tolerance in (0.05, 0.02, 0.0):
-        if work[deals[-1]].sum(1).max() <= 1.08 * work.sum() / devices:
+        if work[deals[-1]].sum(1).max() <= LIMIT * work.sum() / devices:
             return deals[-1]
         deals.append(_windows(work, divides, devices, tolerance))
-    return min(deals, key=lambda deal: work[deal].sum(1).max())
+    return _levelled(work, min(deals, key=lambda deal: work[deal].sum(1).max()))
 
 
 def _documents(work: np.ndarray, document: np.ndarray, devices: int) -> np.ndarray:
@@ -187,6 +205,20 @@ def _windows(work: np.ndarray, divides: np.ndarray, devices: int, tolerance: flo
         dealt.append(np.sort(left[window]))
         left = np.delete(left, window)
     return np.stack([*dealt, left]).astype(np.int32)
+
+
+def _levelled(work: np.ndarray, deal: np.ndarray) -> np.ndarray:
+    """Swap chunks of the devices with the most and the least work, until they are within the limit or no swap helps."""
+    deal = deal.copy()
+    while True:
+        loads = work[deal].sum(1)
+        most, least = loads.argmax(), loads.argmin()
+        gap = loads[most] - loads[least]
+        moved = work[deal[most]][:, None] - work[deal[least]]  # by each swap
+        i, j = np.unravel_index(abs(moved - gap / 2).argmin(), moved.shape)
+        if loads[most] <= LIMIT * loads.mean() or not 0 < moved[i, j] < gap:
+            return np.sort(deal, axis=1)
+        deal[most, i], deal[least, j] = deal[least, j], deal[most, i]
 
 
 def zigzag(x: ArrayLike, devices: int, axis: int) -> jax.Array:

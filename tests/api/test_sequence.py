@@ -354,7 +354,7 @@ SHAPE = (1, 48, 2, 8)  # of each of two devices
         ({"sequence_axis": ()}, TypeError, "sequence_axis must be the name of a mesh axis"),
         ({"sequence_axis": ["seq"]}, TypeError, "the name of a mesh axis or a tuple of them, not list"),
         ({"sequence_axis": ("seq", "seq")}, ValueError, "names an axis twice"),
-        ({"sequence_layout": "zigzag"}, ValueError, "sequence_layout='zigzag' needs a sequence_axis"),
+        ({"sequence_layout": "zigzag"}, ValueError, "sequence_layout needs a sequence_axis"),
         ({"sequence_axis": "seq", "sequence_layout": "striped"}, ValueError, '"zigzag" or a jax_flash.Layout, not'),
         (
             {"sequence_axis": "seq", "sequence_layout": jax_flash.balance([0, 96], 4)},
@@ -362,7 +362,12 @@ SHAPE = (1, 48, 2, 8)  # of each of two devices
             "sequence_layout has 4 devices, but sequence_axis='seq' has 2: call balance with this number",
         ),
         (
-            {"sequence_axis": "seq", "sequence_layout": Layout(np.zeros((2, 5), np.int32))},
+            {"sequence_axis": "seq", "sequence_layout": Layout(np.array([[0, 3], [2, 1]], np.int32))},
+            ValueError,
+            "chunks of sequence_layout must be the numbers 0 to 3 once each, and increase on each device",
+        ),
+        (
+            {"sequence_axis": "seq", "sequence_layout": Layout(np.arange(10, dtype=np.int32).reshape(2, 5))},
             ValueError,
             "T = 96 and S = 96 must be multiples of 10, for 10 parts over seq in a layout of 5 chunks",
         ),

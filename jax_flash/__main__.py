@@ -118,11 +118,18 @@ def add_problem_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--kv-len", type=int, metavar="S", help="length of key and value (default: T)")
     parser.add_argument("--kv-heads", type=int, metavar="K", help="number of key/value heads (default: N)")
-    parser.add_argument("--value-dim", type=int, metavar="E", help="head dim of the value (default: D)")
+    parser.add_argument(
+        "--value-dim", type=int, metavar="E", help="head dim of the value (default: D; with --latent 512)"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the arrays (default: float32)")
     keys = parser.add_mutually_exclusive_group()
     keys.add_argument("--packed", action="store_true", help="pack the B sequences in one array (varlen_attention)")
     keys.add_argument("--page", type=int, metavar="KEYS", help="page size of a paged cache (paged_attention)")
+    parser.add_argument(
+        "--latent",
+        action="store_true",
+        help="latent attention: one key of D entries for all heads, which starts with the value (mla_attention)",
+    )
     parser.add_argument("--causal", action="store_true", help="add a causal mask")
     parser.add_argument(
         "--window", type=int, nargs="+", metavar=("LEFT", "RIGHT"), help="add a local window (default of RIGHT: LEFT)"
@@ -166,6 +173,8 @@ def problem_of(args: argparse.Namespace) -> jax_flash.Problem:
         raise ValueError("--blocks needs a block mask: add --block-mask Q_BLOCK KV_BLOCK")
     if args.bias_dtype and not args.bias:
         raise ValueError("--bias-dtype needs a bias: add --bias")
+    if args.latent and (args.packed or args.kv_heads is not None):
+        raise ValueError("--latent has one key for all heads: leave out --packed and --kv-heads")
     window = args.window * 2 if args.window and len(args.window) == 1 else args.window
     lengths = jax.ShapeDtypeStruct((B,), "int32") if args.lengths else None
     options = {
@@ -195,11 +204,18 @@ def problem_of(args: argparse.Namespace) -> jax_flash.Problem:
     if args.packed:
         packed = arrays(args.dtype, (B * T, N, D), (B * S, K, D), (B * S, K, E))
         return jax_flash.Problem.of_varlen(*packed, *arrays("int32", (B + 1,), (B + 1,)), **given)
+    if args.latent:
+        given |= {} if args.value_dim is None else {"value_dim": E}
     if args.page is not None:
         page = paged.checked_page(args.page)
         M = -(-S // page)
+        places = arrays("int32", (B, M), (B,))
+        if args.latent:
+            return jax_flash.Problem.of_paged_mla(*arrays(args.dtype, (B, T, N, D), (B * M, page, D)), *places, **given)
         pages = arrays(args.dtype, (B, T, N, D), (B * M, page, K, D), (B * M, page, K, E))
-        return jax_flash.Problem.of_paged(*pages, *arrays("int32", (B, M), (B,)), **given)
+        return jax_flash.Problem.of_paged(*pages, *places, **given)
+    if args.latent:
+        return jax_flash.Problem.of_mla(*arrays(args.dtype, (B, T, N, D), (B, S, D)), **given)
     return jax_flash.Problem.of(*arrays(args.dtype, (B, T, N, D), (B, S, K, D), (B, S, K, E)), **given)
 
 

@@ -81,6 +81,8 @@ def test_info_of_unavailable_instruction_set(capsys, monkeypatch):
         ("--platform cuda --full-precision", "flash"),
         ("--platform cuda --packed --shape 4 100 8 64 --causal --dropout 0.1", "flash"),
         ("--platform cuda --page 16 --shape 8 1 8 128 --kv-len 4000 --kv-heads 2", "flash"),
+        ("--platform cuda --latent --shape 2 100 16 576 --dtype bfloat16 --causal", "flash"),
+        ("--platform cuda --latent --page 64 --shape 2 1 16 40 --kv-len 400 --value-dim 32", "flash"),
         ("--platform cuda --dtype float64", "xla"),
         ("--platform cuda --shape 1 64 2 20", "xla"),
         ("--platform cuda --shape 1 64 2 1024", "xla"),
@@ -108,6 +110,7 @@ def test_choose_prints_the_longest_supported_length(capsys):
     [
         ("--shape 1 64 8 64 --kv-heads 3", "8 heads"),
         ("--shape 1 64 8 -1", "negative"),
+        ("--latent --packed --shape 1 64 8 576", "leave out --packed and --kv-heads"),
         ("--shape 1 100000000000000000000 1 64", "less than 2^63, not 100000000000000000000"),
         ("--block-mask 100000000000000000000 16", "less than 2^63, not 100000000000000000000"),
         ("--window -1 0", "local_window_size"),

@@ -192,7 +192,7 @@ def _jvp_of_forward(call: Call, arrays: Arrays, moving: Arrays) -> tuple[Any, An
     """
     if call.problem.page:
         raise NotImplementedError(
-            "paged_attention has no gradient in the fused kernels, because they are for inference: "
+            "paged attention has no gradient in the fused kernels, because they are for inference: "
             'use implementation="xla" or "reference"'
         )
     moving = {name: x for name, x in moving.items() if name not in CAPTURED or name in call.problem.scored}

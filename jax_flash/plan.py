@@ -92,7 +92,7 @@ def explain(
     compiled = checks.flag("compiled", compiled)
     devices = checks.integer("devices", devices, least=1)
     if backward and not problem.differentiable:
-        raise ValueError("paged_attention is for inference and has no backward kernels: leave out backward=True")
+        raise ValueError("paged attention is for inference and has no backward kernels: leave out backward=True")
     if problem.symbolic:
         raise ValueError(custom_calls.refusal(problem, "cuda"))
     if arch is not None and not isinstance(arch, str):
@@ -137,7 +137,7 @@ def of_tangent(problem: Problem, tangents: Sequence[str]) -> Problem:
         if name in BROADCAST and problem.extents[name] is None:
             raise ValueError(f"tangents has {name!r}, but the problem has no {name}")
     if problem.page:
-        raise ValueError("paged_attention is for inference and has no tangent: leave out tangents")
+        raise ValueError("paged attention is for inference and has no tangent: leave out tangents")
     if "scale" in tangents:  # its tangent is a part of the query's
         problem, tangents = problem.without_rounding, (*tangents, "query")
     moving = tuple(name for name in TANGENTS if name in tangents)

@@ -292,7 +292,7 @@ class Problem(Description):
 
     def _check_cost(self, name: str, backward: bool) -> None:
         if checks.flag("backward", backward) and not self.differentiable:
-            raise ValueError("paged_attention is for inference and has no backward kernels: leave out backward=True")
+            raise ValueError("paged attention is for inference and has no backward kernels: leave out backward=True")
         if self.symbolic:
             sizes = ", ".join(f"{size} {symbol}" for size, symbol in self.symbolic.items())
             raise ValueError(f"{name} needs a problem with concrete sizes, but these are symbolic: {sizes}")

@@ -346,7 +346,7 @@ def test_append_in_place():
 
 
 def test_gradients_through_pages_are_refused():
-    with pytest.raises(NotImplementedError, match="paged_attention has no gradient in the fused kernels"):
+    with pytest.raises(NotImplementedError, match="paged attention has no gradient in the fused kernels"):
         jax.grad(lambda query: in_pages(query, inputs(S=32)[1]).sum())(inputs()[0])
 
 

@@ -141,9 +141,9 @@ def test_captured_arrays_on_a_gpu(monkeypatch):
 
 def test_gradients_are_refused():
     q, k, v, table, lengths = cache()
-    with pytest.raises(NotImplementedError, match="paged_attention has no gradient in the fused kernels"):
+    with pytest.raises(NotImplementedError, match="paged attention has no gradient in the fused kernels"):
         jax.grad(lambda q: jax_flash.paged_attention(q, k, v, table, lengths).sum())(q)
-    with pytest.raises(NotImplementedError, match="paged_attention has no gradient in the fused kernels"):
+    with pytest.raises(NotImplementedError, match="paged attention has no gradient in the fused kernels"):
         jax.jvp(lambda q: jax_flash.paged_attention(q, k, v, table, lengths), (q,), (q,))
 
 

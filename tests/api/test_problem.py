@@ -87,7 +87,7 @@ def test_of_pages():
     call = jax.jit(lambda *given: jax_flash.paged_attention(*given, logits_soft_cap=3.0))
     problem = Problem.of_paged(*given, logits_soft_cap=3.0)
     assert problem.page == 16 and problem.encode() in call.lower(*given).as_text()
-    with pytest.raises(ValueError, match="paged_attention is for inference and has no backward"):
+    with pytest.raises(ValueError, match="paged attention is for inference and has no backward"):
         jax_flash.explain(problem, backward=True, arch="sm_90a")
     with pytest.raises(TypeError, match="unexpected keyword argument 'dropout_rate'"):
         Problem.of_paged(*given, dropout_rate=0.1)

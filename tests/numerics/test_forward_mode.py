@@ -226,7 +226,7 @@ def test_varlen():
 def test_pages_are_refused():
     q, pages = jnp.ones((1, 1, 2, 8)), jnp.ones((2, 8, 2, 8))
     table, lengths = jnp.zeros((1, 2), jnp.int32), jnp.array([9])
-    with pytest.raises(NotImplementedError, match="paged_attention has no gradient"):
+    with pytest.raises(NotImplementedError, match="paged attention has no gradient"):
         jax.jvp(lambda q: jax_flash.paged_attention(q, pages, pages, table, lengths), (q,), (q,))
 
 

@@ -173,8 +173,8 @@ def _bits_of_tiles(
 
     # One call decides the entries {i, i+8} x {j, j+1, j+8, j+9} of a 16x16 tile: its four words are the quadrants,
     # the lower 15 bits of the two halves of a word the neighbours j, j+1.
-    row_group = (row_tiles[:, None] * 8 + jnp.arange(8, dtype=jnp.uint32)).ravel()
-    column_group = (column_tiles[:, None] * 4 + jnp.arange(4, dtype=jnp.uint32)).ravel()
+    row_group = (row_tiles[:, None] * 8 + jnp.arange(8, dtype=jnp.uint32)[None]).ravel()
+    column_group = (column_tiles[:, None] * 4 + jnp.arange(4, dtype=jnp.uint32)[None]).ravel()
 
     def at(axis: int, x: jax.Array) -> jax.Array:
         return jnp.expand_dims(x, [i for i in range(4) if i != axis])
@@ -182,7 +182,7 @@ def _bits_of_tiles(
     words = philox(
         (at(3, column_group), at(2, row_group), at(1, head_id), at(0, batch_id)), (at(0, seed[:, 0]), at(0, seed[:, 1]))
     )
-    sizes = len(row_tiles), 8, len(column_tiles), 4
+    sizes = row_tiles.shape[0], 8, column_tiles.shape[0], 4  # may be symbolic
     quadrants = jnp.stack(words).reshape(2, 2, batch, heads, *sizes)  # row and column half, ...
     halves = jnp.stack([quadrants, quadrants >> 16], axis=-1) & 0x7FFF
     return halves.transpose(2, 3, 4, 0, 5, 6, 1, 7, 8).reshape(batch, heads, sizes[0] * TILE, sizes[2] * TILE)

@@ -187,6 +187,7 @@ def _of_side(
 ) -> jax.Array:
     """Return the ranges of the queries, or of the keys: [..., places, 2]. Tokens beyond their own end see nothing."""
     own_end, first, last, other_end = (x[..., None] for x in (own_end, first, last, other_end))
+    places = jnp.expand_dims(places, range(own_end.ndim - 1))
     pairs = ranges(jnp.minimum(places, own_end - 1), first, last, 0, other_end)
     return jnp.where((places < own_end)[..., None], pairs, pairs[..., 1:])  # empty, and neither number ever falls
 

@@ -209,13 +209,15 @@ def problem_of(args: argparse.Namespace) -> jax_flash.Problem:
     if args.page is not None:
         page = paged.checked_page(args.page)
         M = -(-S // page)
-        places = arrays("int32", (B, M), (B,))
+        table, ends = arrays("int32", (B, M), (B,))
         if args.latent:
-            return jax_flash.Problem.of_paged_mla(*arrays(args.dtype, (B, T, N, D), (B * M, page, D)), *places, **given)
+            query, latents = arrays(args.dtype, (B, T, N, D), (B * M, page, D))
+            return jax_flash.Problem.of_paged_mla(query, latents, table, ends, **given)
         pages = arrays(args.dtype, (B, T, N, D), (B * M, page, K, D), (B * M, page, K, E))
-        return jax_flash.Problem.of_paged(*pages, *places, **given)
+        return jax_flash.Problem.of_paged(*pages, table, ends, **given)
     if args.latent:
-        return jax_flash.Problem.of_mla(*arrays(args.dtype, (B, T, N, D), (B, S, D)), **given)
+        query, latent = arrays(args.dtype, (B, T, N, D), (B, S, D))
+        return jax_flash.Problem.of_mla(query, latent, **given)
     return jax_flash.Problem.of(*arrays(args.dtype, (B, T, N, D), (B, S, K, D), (B, S, K, E)), **given)
 
 

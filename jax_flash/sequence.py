@@ -101,7 +101,7 @@ class Division(NamedTuple):
         device = self.device()
         size = length // (self.devices * (self.chunks or self.parts))
         own = jnp.stack(self.numbers(device)) if chunks is None else chunks[device]
-        return (own.astype(jnp.int32)[:, None] * size + jnp.arange(size, dtype=jnp.int32)).reshape(-1)
+        return (own.astype(jnp.int32)[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None]).reshape(-1)
 
     def device_of(self, part: int) -> int:
         """Return the device that has the part with this global index."""
@@ -524,7 +524,8 @@ def _needed(
         for axis, size, block in ((-1, sizes[1], mask.kv_block), (-2, sizes[0], mask.q_block)):
             kinds = _by_chunks(kinds, axis, kinds.shape[axis] * block // size).any(axis)
         some = kinds.any(range(kinds.ndim - 2))
-        visible &= some[rows // sizes[0]][:, all_keys // sizes[1]]
+        some = some[rows // sizes[0]][:, all_keys // sizes[1]]
+        visible &= jnp.expand_dims(some, range(visible.ndim - 2))
     seen = visible.any(range(visible.ndim - 1)).reshape(division.devices, -1).any(-1)
     device = division.device()
     asked = seen[(device - jnp.asarray(shifts, jnp.int32)) % division.devices].at[0].set(True)
@@ -557,6 +558,7 @@ def _blocks_meet(problem: Problem, arrays: Arrays, rows: jax.Array, keys: jax.Ar
         )
         begin, end = first[..., 0], last[..., 1]
     begin, end = begin[..., None], end[..., None]
+    keys = jnp.expand_dims(keys, range(begin.ndim - 1))
     return (keys < end) & (begin < keys + sizes[1]) & (begin < end)
 
 
@@ -646,7 +648,7 @@ def _part_of_chunks(problem: Problem, division: Division, arrays: Arrays, shift:
         for name, owner, length in (("row_tiles", device, problem.q_len), ("key_tiles", source, problem.kv_len)):
             tiles = length // (division.devices * division.chunks * dropout.TILE)  # of a chunk
             starts = chunks[owner].astype(jnp.int32)[:, None] * tiles
-            part[name] = (starts + jnp.arange(tiles, dtype=jnp.int32)).reshape(-1)
+            part[name] = (starts + jnp.arange(tiles, dtype=jnp.int32)[None]).reshape(-1)
         changes["dropout_tiles"] = True
     if problem.programs:  # they receive indices in the order of the layout
         starts = jnp.stack([device * rows, source * keys]).astype(jnp.int32)

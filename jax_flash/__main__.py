@@ -213,8 +213,8 @@ def problem_of(args: argparse.Namespace) -> jax_flash.Problem:
         if args.latent:
             query, latents = arrays(args.dtype, (B, T, N, D), (B * M, page, D))
             return jax_flash.Problem.of_paged_mla(query, latents, table, ends, **given)
-        pages = arrays(args.dtype, (B, T, N, D), (B * M, page, K, D), (B * M, page, K, E))
-        return jax_flash.Problem.of_paged(*pages, table, ends, **given)
+        query, keys, values = arrays(args.dtype, (B, T, N, D), (B * M, page, K, D), (B * M, page, K, E))
+        return jax_flash.Problem.of_paged(query, keys, values, table, ends, **given)
     if args.latent:
         query, latent = arrays(args.dtype, (B, T, N, D), (B, S, D))
         return jax_flash.Problem.of_mla(query, latent, **given)

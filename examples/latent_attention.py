@@ -6,7 +6,7 @@
 The model learns the source of this script. Training expands the latents to a key and a value for each head. Serving
 attends to the latents themselves, with absorbed weights: first prompts of different lengths in one call, then token by
 token. At the end, the expanded computation checks each token. The picture shows the loss, and the bytes of the cache
-for each token and layer: of the latents, and of keys and values with as many heads, or fewer.
+for each token and layer: of the latents, and of keys and values with the same number of heads, or fewer.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 MeanFlow (arXiv 2505.13447) learns the mean velocity u(z, r, t) of the path from an image x to noise e, between the
 times r and t. Its target contains the derivative of u along the path: a Jacobian-vector product through the model, and
 so through attention. The gradient does not pass through it. The model is a diffusion transformer (DiT) in Flax. The
-images are soft discs of random size and place. In the end, the loss and its gradient are compared with those of
-materialised attention. The picture shows images of the data set, and samples of one step.
+images are soft discs of random size and place. In the end, the same loss and
+gradient are computed with materialised attention and compared. The picture shows images of the data set, and samples of one step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LEAST_TIME = 0.05  # the velocity of a predicted image is divided by the time
 
 
 class Block(nnx.Module):
-    """A transformer block whose norms and residuals are modulated by the times (adaLN-Zero)."""
+    """A transformer block in which the times modulate norms and residuals (adaLN-Zero)."""
 
     def __init__(self, width: int, heads: int, rngs: nnx.Rngs):
         self.norm = nnx.LayerNorm(width, use_bias=False, use_scale=False, rngs=rngs)

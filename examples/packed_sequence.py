@@ -52,7 +52,7 @@ def normalized(x: jax.Array) -> jax.Array:
 
 
 def loss_of_part(params: dict[str, Any], batch: Batch, cu_seqlens: jax.Array, layout: Layout, heads: int) -> jax.Array:
-    """Return the mean loss of all tokens. A device computes its own tokens; only attention needs those of others."""
+    """Return the mean loss of all tokens. A device computes its own tokens. Only attention needs other tokens."""
     angle = batch["position"][:, None] / 100 ** jnp.linspace(0, 1, params["embed"].shape[1] // 2)
     x = params["embed"][batch["token"]] + jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], -1)
     for block in params["blocks"]:
@@ -68,7 +68,7 @@ def loss_of_part(params: dict[str, Any], batch: Batch, cu_seqlens: jax.Array, la
 
 
 def packed(documents: list[bytes], tokens: int, rng: np.random.Generator) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Return the arrays with an entry for each token, and the cumulative lengths of as many documents as fit."""
+    """Return the arrays with an entry for each token, and the cumulative lengths of the documents that fit."""
     lengths: list[int] = []
     batch = {name: np.zeros(tokens, np.int32) for name in ("token", "target", "position")}
     batch["weight"] = np.zeros(tokens, np.float32)  # 0 for padding and the last token of a document

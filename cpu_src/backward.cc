@@ -41,10 +41,10 @@ struct Scratch {
   }
 };
 
-// Writes D_i = dO_i · O_i - dlogsumexp_i as [B, N, T]. Also writes each row's contributions to other gradients.
+// Writes D_i = dO_i · O_i - g_i dlogsumexp_i as [B, N, T]. Also writes each row's contributions to other gradients.
 //
-// The given m, l and dlogsumexp exclude the sink, but P includes it (WithSink). exp(S - logsumexp) without the sink is
-// P times WithSink::Growth. So dlogsumexp is multiplied by it.
+// P includes the sink (WithSink), but the given m, l and dlogsumexp exclude it. The softmax without the sink is g P
+// with g = WithSink::Growth. So dlogsumexp adds P g dlogsumexp to dS.
 template <typename A>
 A* ComputeD(const Problem& p, const Operands& in, const Cotangents& given, const BackwardResults& out,
             Workers& workers) {
@@ -196,8 +196,8 @@ constexpr double kCopyBytes = double(int64_t(64) << 20);
 template <typename A>
 WorkSplit Divide(const Problem& p, const Operands& in, const BackwardResults& out, const Workers& workers) {
   const int64_t threads = p.deterministic ? kDeterministicThreads : workers.threads();
-  // Divides fewer dimensions until the copies fit: first the heads' kv tiles are not divided, then the batch, then the
-  // heads. Each bit is for one dimension, and the counter goes through all combinations.
+  // Tries all combinations of undivided dims until the copies fit. Bit 0 keeps the kv tiles of a head undivided, bit 1
+  // the batch, and bit 2 the heads.
   for (unsigned bits = 0;; ++bits) {
     const Undivided undivided = {/*batch=*/bool(bits & 2), /*heads=*/bool(bits & 4), /*parts=*/bool(bits & 1)};
     const WorkSplit division = Divide<A>(p, undivided, threads);
@@ -297,7 +297,7 @@ void BackwardHead(Backpropagation<A>& step, const WorkSplit& division, const Que
       Tile<A> dbias = {};
       if (division.dbias) {
         dbias = BiasTile<A>(p, out, b, n, i0, j0);
-        const bool first =
+        const bool first =  // the columns of a dbias are never broadcast here (Divide in division.h)
             (p.score.bias.batch || b == 0) && (p.score.bias.heads || n == 0) && (p.score.bias.rows || i0 == 0);
         if (first) ZeroBias(p, dbias, rows, columns);
       }

@@ -103,6 +103,7 @@ void OnlineSoftmax(Tile<A> s, const Block& block, int64_t v_dim, QueryTile<A>& q
 
 // Writes l and m, which exclude the sink. Writes O <- keep_scale O / l, where l includes the sink and keep_scale is the
 // factor of dropout.
+// Row i of a tile of merged heads is query i / merged of head n + i % merged.
 template <typename A>
 void Finish(const Problem& p, const Operands& in, const ForwardResults& out, int64_t b, A keep_scale, int64_t merged,
             const QueryTile<A>& query) {
@@ -155,7 +156,7 @@ void Forward(const Problem& p, const Operands& in, const ForwardResults& out, Wo
     };
     WalkKeys(p, scores, scratch.queries, unit.count, load, [&](QueryTile<A>& query, const Block& block) {
       const int64_t n = query.at.n, width = block.c1 - block.c0;
-      // S = τ Q Kᵀ
+      // S = τ Q Kᵀ; query.q includes τ
       Multiply(AsIs(query.q), FromColumn(scratch.k_transposed, block.c0), FromColumn(scratch.s, block.c0),
                query.at.rows, width, p.qk_dim, Into::kNew);
       // Masks S, then computes P, l and m, for few rows at a time. They stay in the L1 cache.

@@ -6,8 +6,8 @@
 MeanFlow (arXiv 2505.13447) learns the mean velocity u(z, r, t) of the path from an image x to noise e, between the
 times r and t. Its target contains the derivative of u along the path: a Jacobian-vector product through the model, and
 so through attention. The gradient does not pass through it. The model is a diffusion transformer (DiT) in Flax. The
-images are soft discs of random size and place. In the end, the same loss and
-gradient are computed with materialised attention and compared. The picture shows images of the data set, and samples of one step.
+images are soft discs of random size and place. In the end, the same loss and gradient are computed with materialised
+attention and compared. The picture shows images of the data set, and samples of one step.
 """
 
 from __future__ import annotations

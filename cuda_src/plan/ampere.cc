@@ -335,21 +335,21 @@ Tilings ampere::BiasCandidates(const Target& target, const Problem& p) {
 }
 
 void ampere::AddForward(const Target&, const Problem& p, const KernelTiling& tiling, Plan* plan) {
-  ReadMasksByRow(p, plan);
+  PrepareMasksByRow(p, plan);
   const int64_t tiles = p.batch * p.q_heads * RowTiles(p, tiling.rows);
   const int unit = AddUnit(FileFor(p, "forward.cuh"), DependsOn::kBothPasses, p, tiling, plan);
   plan->launches.push_back(MainLaunch("jax_flash_forward", unit, tiling, tiles));
 }
 
 void ampere::AddTangent(const Target&, const Problem& p, const KernelTiling& tiling, Plan* plan) {
-  ReadMasksByRow(p, plan);
+  PrepareMasksByRow(p, plan);
   const int64_t tiles = p.batch * p.q_heads * RowTiles(p, tiling.rows);
   const int unit = AddUnit("ampere/tangent.cuh", DependsOn::kTangent, p, tiling, plan);
   plan->launches.push_back(MainLaunch("jax_flash_tangent", unit, tiling, tiles));
 }
 
 void ampere::AddBackward(const Target&, const Problem& p, const KernelTiling& tiling, Plan* plan) {
-  ReadMasksByRow(p, plan);
+  PrepareMasksByRow(p, plan);
   const int64_t scratch_rows = ReserveRows(p, plan);
   if (SumsDQ(p)) plan->scratch.Reserve(&Scratch::dq_sum, 4 * scratch_rows * p.qk_dim);
   const int unit = AddUnit(FileFor(p, "backward.cuh"), DependsOn::kMain, p, tiling, plan);
@@ -370,14 +370,14 @@ void ampere::AddRows(const Problem& p, Plan* plan) {
 }
 
 void ampere::AddQuery(const Problem& p, const KernelTiling& tiling, Plan* plan) {
-  ReadMasksByRow(p, plan);
+  PrepareMasksByRow(p, plan);
   const int unit = AddUnit(FileFor(p, "backward_query.cuh"), DependsOn::kBackward, p, tiling, plan);
   const int64_t tiles = p.batch * p.q_heads * RowTiles(p, tiling.rows);
   plan->launches.push_back(MainLaunch("jax_flash_backward_query", unit, tiling, tiles));
 }
 
 void ampere::AddBias(const Target&, const Problem& p, const KernelTiling& tiling, bool prepared, Plan* plan) {
-  ReadMasksByRow(p, plan);
+  PrepareMasksByRow(p, plan);
   ReserveRows(p, plan);
   const int unit = AddUnit("ampere/backward_bias.cuh", DependsOn::kBackward, p, tiling, plan);
   const BiasWork work = BiasInParts(p, tiling);

@@ -10,8 +10,8 @@ namespace {
 
 // --- Tiles ---
 
-// The features that Hopper's kernels support. All other features, including new ones, use Ampere's kernels. Rows
-// exclude more. features.h explains slopes, the derivatives of scores.
+// The features that Hopper's kernels support. All other features, including new ones, use Ampere's kernels. A
+// table row excludes further ones. features.h explains slopes, the derivatives of scores.
 constexpr FeatureBits kDerivatives =
     kScoreSlopes | kUnkeptSlopes | kWideSlopesAndSums | kSlopesNotInP | kGradientsOfScore;
 constexpr FeatureBits kSupported = kPositions | kListed | kMaskMod | kScoreFeatures | kWideBias | kBroadcastBias |
@@ -25,7 +25,8 @@ constexpr Row kForward[] = {
     {227, 64, {128, 128, 2, 2, true}},
     {227, 128, {128, 128, 2, 2, true}, kWideBias},
     {227, 128, {128, 96, 2, 2, true}},
-    // Up to d = 64, three or four warpgroups hide each other's softmax. First, few keys; then many keys without masks.
+    // Up to d = 64, three or four warpgroups hide each other's softmax. First few keys, then many keys without causal
+    // or local masks.
     {227, 64, {256, 64, 4, 8}, kAddsToScores | kDropout | kLocal | kManyKeys | kFewTiles},
     {227, 64, {192, 128, 3, 2}, kAddsToScores | kDropout | kCausal | kLocal | kSoftCap | kFewTiles},
     // Positions and segments: each warpgroup visits its own range of keys. With enough keys this is up to 1.89 times as
@@ -34,7 +35,7 @@ constexpr Row kForward[] = {
     // Block masks, and long causal sequences. Then a light score_mod.
     {227, 64, {192, 128, 3, 2}, kAddsToScores | kDropout | kLocal | kSoftCap | kFewTiles},
     {227, 64, {192, 112, 3, 2}, kBias | kHeavyMod | kDropout | kLocal | kFewTiles},
-    // Few tiles. In the second row, two warpgroups share rows and divide the keys.
+    // Few tiles. In the second table row, each pair of warpgroups shares 64 queries and divides the keys.
     {227, 64, {128, 128, 2, 3}, kAddsToScores | kDropout | kLocal | kListed},
     {227, 64, {128, 128, 4, 4}, kAddsToScores | kDropout | kSegments | kMaskMod},
     // Dropout: 176 keys are 8% faster with 1024 queries and keys. Then a causal mask. (dropout.md)
@@ -89,8 +90,8 @@ constexpr Row kBackwardF32[] = {
     {227, 96, {64, 64, 2, 1}, kSoftCap | kListed | kScoreMod},
 };
 
-// The tangent looks up no entry of a bias, and has 16-bit results (not kUnrounded). A lane has S, Ṡ and A (the sum for
-// Ȯ) in f32, Q, and two left operands of all keys. (tangent.md)
+// The tangent kernel supports no bias, no score_mod, and no float32 results of 16-bit inputs (kUnrounded). Registers
+// hold S, Ṡ and A (the sum for Ȯ) in f32, Q, and the left operands of the products with V and V̇. (tangent.md)
 constexpr FeatureBits kSupportedTangent = kSupported & ~(kAddsToScores | kUnrounded);
 constexpr Row kTangent[] = {
     {227, 64, {128, 96, 2, 2}},
@@ -144,15 +145,15 @@ bool FusesRows(const Target& target, const Problem& p) {
   const bool few = p.batch * p.q_heads * DivideUp(p.q_len, kRowBlock) <= 3 * target.multiprocessors;
   const bool listed = has.Any(kListed), dropout = has.Any(kDropout);
   const bool narrow = std::max(p.qk_dim, p.v_dim) <= 64;
-  // The keys of a row of Q, and the rows that see a kv tile, from the widths of a block mask's lists, which include a
-  // header.
+  // With a block mask, upper bounds from the sizes of its lists without headers: the keys that a row sees, and the rows
+  // that see a kv tile.
   const int64_t keys = listed ? (p.mask.row_list_size - kListHeader) * p.mask.kv_block : p.kv_len;
   const bool long_lists = listed && (p.mask.column_list_size - kListHeader) * p.mask.q_block > kMaxListedRows;
 
   // Three warps of each CTA must keep up with the consumers. They do if they prepare all rows at the same time, or if
   // rows have enough keys, absolutely and relative to the number of rows.
   if (!few && (keys < 512 || p.q_len > 2 * p.kv_len)) return false;
-  // Registers: at most two of these: each position mask, dropout, dlogsumexp with dropout.
+  // Registers: at most two of causal, window, segments, lengths, query offset, dropout, and dlogsumexp with dropout.
   if (has.Count(kPositions) + (dropout ? 1 + p.dlogsumexp : 0) > 2) return false;
   // Registers: wide heads that may have empty rows, if there are gradients of rows and of the logsumexp.
   if (p.gradients_of_rows() && p.dlogsumexp && !narrow && p.may_empty_rows) return false;
@@ -161,9 +162,9 @@ bool FusesRows(const Target& target, const Problem& p) {
   if (listed && (p.group() > 1 || has.Any(kPositionMasks) || long_lists || (dropout && !narrow))) return false;
   // Registers: dropout with a window or segments, or with narrow heads that share keys.
   if (dropout && (has.Any(kLocal) || (p.group() > 1 && narrow))) return false;
-  // With fused rows, query heads that share keys are computed one by one, and dK and dV are added in f32. Otherwise too
-  // many heads would be in progress. That is only worthwhile with few tiles, or if large groups share keys and the rows
-  // that see them do not fit into L2.
+  // With fused rows, query heads that share keys are computed one by one, and dK and dV are added in f32. With all
+  // heads in one pass, too many would be in progress. That is only worthwhile with few tiles, or if large groups share
+  // keys and the rows that see them do not fit into L2.
   const bool long_heads = p.q_len * (p.qk_dim + p.v_dim) >= kLongHead && p.kv_len <= p.q_len && !has.Any(kLocal);
   const bool one_by_one = LeavesIdle(target, p) || (long_heads && p.group() >= 4);
   if (p.group() > 1 && !one_by_one) return false;
@@ -286,7 +287,7 @@ Tilings hopper::Candidates(const Target& target, const Problem& p, Pass pass) {
   for (KernelTiling tiling : tilings) {
     tiling.fused_rows = fused_rows;
     tiling.sum_kv = fused_rows && p.group() > 1;
-    if (interleaved_heads) {
+    if (interleaved_heads) {  // the same tiles head by head come next, if registers spill
       tiling.interleaved_heads = true;
       candidates.push_back(tiling);
       tiling.interleaved_heads = false;
@@ -296,9 +297,9 @@ Tilings hopper::Candidates(const Target& target, const Problem& p, Pass pass) {
   return candidates;
 }
 
-// The kernel must be the one for 16-bit types and head dims up to 128. Features that need its last registers or shared
-// memory are excluded, also a window with a query offset. The rows that see a kv tile, and the keys that a q tile sees,
-// must be contiguous.
+// Tilings of a backward that adds to dQ in a fixed order, or none if it cannot. It needs 16-bit types and head dims up
+// to 128. Features that need its last registers or shared memory are excluded, also a window with a query offset. The
+// rows that see a kv tile, and the keys that a q tile sees, must be contiguous.
 Tilings hopper::OrderedCandidates(const Target& target, const Problem& p) {
   if (!p.deterministic || !p.dq || p.mask.ranges || ElementOf(p.dtype).bytes != 2) return {};
   const Features has = FeaturesOf(p);
@@ -330,19 +331,19 @@ std::string hopper::WhyNotBias(const Target& target, const Problem& p) {
 }
 
 void hopper::AddForward(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan) {
-  ReadMasksByRow(p, plan);
+  PrepareMasksByRow(p, plan);
   const int unit = AddUnit("hopper/forward.cuh", DependsOn::kBothPasses, p, tiling, plan);
   AddRowLaunch(target, p, MainLaunch("jax_flash_forward", unit, tiling, Tiles(p, tiling), Maps::kForward), plan);
 }
 
 void hopper::AddTangent(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan) {
-  ReadMasksByRow(p, plan);
+  PrepareMasksByRow(p, plan);
   const int unit = AddUnit("hopper/tangent.cuh", DependsOn::kTangent, p, tiling, plan);
   AddRowLaunch(target, p, MainLaunch("jax_flash_tangent", unit, tiling, Tiles(p, tiling), Maps::kTangent), plan);
 }
 
 void hopper::AddBackward(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan) {
-  ReadMasksByKey(p, plan);
+  PrepareMasksByKey(p, plan);
   const int unit = AddUnit("hopper/backward.cuh", DependsOn::kMain, p, tiling, plan);
   const int64_t row_blocks = RowBlocks(p, tiling.rows);
   if (!tiling.fused_rows) plan->launches.push_back({unit, "jax_flash_backward_prepare", row_blocks, kRowThreads});
@@ -362,7 +363,7 @@ void hopper::AddBackward(const Target& target, const Problem& p, const KernelTil
 }
 
 void hopper::AddBias(const Target& target, const Problem& p, const KernelTiling& tiling, bool prepared, Plan* plan) {
-  ReadMasksByRow(p, plan);
+  PrepareMasksByRow(p, plan);
   ReserveHopperRows(p, plan);
   const int unit = AddUnit("hopper/backward_bias.cuh", DependsOn::kBackward, p, tiling, plan);
   const BiasWork work = BiasInParts(target, p, tiling);

@@ -77,13 +77,13 @@ void AddMaskBlocks(const Problem& p, Plan* plan) {
   add("jax_flash_mask_lists", 2 * made.elements("BN", made.mask.block_mask));
 }
 
-void ReadMasksByRow(const Problem& p, Plan* plan) {
+void PrepareMasksByRow(const Problem& p, Plan* plan) {
   const bool made = plan->scratch.blocks >= 0;
   if (made && p.mask.element_masks > 0)
     plan->scratch.Reserve(&Scratch::mask_bits, 4 * p.elements("BPQW", p.mask.block_mask));
 }
 
-void ReadMasksByKey(const Problem& p, Plan* plan) {
+void PrepareMasksByKey(const Problem& p, Plan* plan) {
   if (p.mask.element_masks == 0) return;
   const bool made = plan->scratch.blocks >= 0;
   const int64_t masks = p.elements("BP", p.mask.block_mask);

@@ -23,7 +23,7 @@ void AddMaskBlocks(const Problem& p, Plan* plan);
 // Call these before adding a launch that reads the element masks of `p`, the problem with the block mask. They reserve
 // scratch memory for masks that earlier launches do not need: by rows if the block mask is computed, and transposed.
 // They also add the launch that transposes the element masks of an operand.
-void ReadMasksByRow(const Problem& p, Plan* plan);
-void ReadMasksByKey(const Problem& p, Plan* plan);
+void PrepareMasksByRow(const Problem& p, Plan* plan);
+void PrepareMasksByKey(const Problem& p, Plan* plan);
 
 }  // namespace jax_flash

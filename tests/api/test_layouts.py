@@ -36,18 +36,18 @@ def random_documents(rng, tokens, least, most):
 
 @given(
     devices=st.integers(1, 9), share=st.integers(0, 700), lengths=st.lists(st.integers(0, 900), max_size=12),
-    chosen=st.booleans(),
+    tokens_given=st.booleans(),
 )  # fmt: skip
-def test_any_documents(devices, share, lengths, chosen):
+def test_any_documents(devices, share, lengths, tokens_given):
     """Empty documents, one document, more devices than documents, long documents, and padding."""
     tokens = devices * share
     cu_seqlens = np.minimum(np.cumsum([0, *lengths]), tokens)
-    if not chosen:
+    if not tokens_given:
         cu_seqlens[-1] = tokens
     cu_seqlens = np.maximum.accumulate(cu_seqlens)
     cu_seqlens[0] = 0
-    layout = jax_flash.balance(cu_seqlens, devices, tokens if chosen else None)
-    if len(lengths) == 0 and not chosen:
+    layout = jax_flash.balance(cu_seqlens, devices, tokens if tokens_given else None)
+    if len(lengths) == 0 and not tokens_given:
         tokens = 0
     chunks = layout.chunks
     assert chunks.dtype == np.int32 and chunks.shape[0] == devices
@@ -82,7 +82,7 @@ def test_one_document_is_dealt_like_zigzag(devices):
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_documents_stay_together(devices):
-    """At most one document for each edge of a device is divided, if documents consist of whole chunks."""
+    """At most one document for each boundary between devices is divided, if documents consist of whole chunks."""
     rng = np.random.default_rng(devices)
     tokens = 16384 * devices
     for most in (512, 4096):
@@ -94,10 +94,11 @@ def test_documents_stay_together(devices):
 
 
 def test_long_and_short_documents():
-    """All devices get equal parts of a long document, so the work of each visit is equal, and whole short ones."""
+    """Each device gets an equal part of the long document, so each visit has equal work. Short documents stay whole."""
     cu_seqlens = np.array([0, *range(8192, 16385, 512)])
     layout = jax_flash.balance(cu_seqlens, 4)
     assert divided_documents(layout, cu_seqlens, 16384) == 1
+    # The long document has 8 parts of 8 chunks. Device d gets parts d and 7 - d.
     np.testing.assert_array_equal(
         layout.chunks[:, :16] // 8, np.stack([np.arange(4), 7 - np.arange(4)], 1).repeat(8, 1)
     )

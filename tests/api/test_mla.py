@@ -316,7 +316,7 @@ def test_paged_accuracy(cache, dtype):
 
 
 def in_pages(query, latent):
-    """Return attention to the latents [B, S, D], after they have been written to pages."""
+    """Return causal attention of the last T of S tokens to their latents [B, S, D], which are written to pages."""
     (B, S, D), page = latent.shape, 8
     table = jnp.arange(B * S // page).reshape(B, -1)[::-1]
     pools, lengths = jnp.zeros((B * S // page, page, D), latent.dtype), jnp.full(B, S)
@@ -334,6 +334,7 @@ def test_pages_of_appended_latents():
 
 
 def test_append_in_place():
+    """Of 16 latents, the last 7 go to a sequence of length 7. The others are dropped."""
     query, latent = inputs(S=16)
     append = jax.jit(jax_flash.append_to_latent_pages, donate_argnames="latent_pages")
     pools = jnp.zeros((4, 8, 40))

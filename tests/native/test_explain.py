@@ -21,7 +21,8 @@ def test_explanation_matches_plan():
     (kernel,) = plain.kernels
     tiles = [fields(is_causal=True)[name] for name in ("rows", "cols", "groups", "stages")]
     assert kernel == ("jax_flash_forward", "hopper", *tiles)
-    assert plain[:3] == (False, "sm_90a", 132) and plain[4:] == (0, (), {}, "", "", False)
+    assert (plain.backward, plain.arch, plain.multiprocessors, plain.scratch_bytes) == (False, "sm_90a", 132, 0)
+    assert plain[5:] == ((), {}, "", "", False)  # no reasons, programs, source, division or tangent
     assert explained(is_causal=True, batch=133).scratch_bytes == 256  # a counter, as there are more tiles than CTAs
     (kernel,) = explained(arch="sm_80").kernels
     assert kernel.family == "ampere"
@@ -74,7 +75,8 @@ def test_deterministic_additions_to_dq():
     assert {kernel.family for kernel in explanation.kernels} == {"hopper"}
 
 
-TABLE = Captured("float32", False, (8, 1024), True)
+# Instructions have numbers from 0, and refer to earlier ones. load.f,0,1,2 reads array 0 at indices from 1 and 2.
+TABLE = Captured("float32", batch=False, shape=(8, 1024), gradient=True)
 PLUS_TABLE = {
     "captured": (TABLE,),
     "score_mod": Program("score;head;key;load.f,0,1,2;add.f,0,3;result,4"),
@@ -92,7 +94,7 @@ CAPPED = {
 
 
 def test_scratch_of_a_tangent():
-    """It is the tangent's, and not the forward's, also if only captured arrays have tangents."""
+    """A tangent needs the scratch of its own kernel, not the forward's, also if only captured arrays have tangents."""
     array = TABLE._replace(gradient=False)
     forward = {"q_len": 1, "kv_len": 4096, "score_mod": TIMES_TABLE["score_mod"], "captured": (array,)}
     along = {"captured": (array, array), "score_tangent": Program("score;head;key;load.f,1,1,2;mul.f,0,3;result,4")}
@@ -185,16 +187,16 @@ def test_explain_compiled(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("changes", "tangents", "file"),
+    ("changes", "tangents", "family"),
     [
         ({"dtype": "bfloat16"}, ("query", "key", "value"), "hopper"),
         ({"dtype": "bfloat16", "bias": Extent(True, True, True, True), "bias_dtype": "float32"}, ("bias",), "ampere"),
         ({"dtype": "float32"}, ("scale",), "ampere"),
     ],
 )
-def test_explain_tangent(changes, tangents, file):
+def test_explain_tangent(changes, tangents, family):
     explanation = jax_flash.explain(problem(**changes), arch="sm_90a", tangents=tangents)
-    assert [(x.name, x.family) for x in explanation.kernels] == [("jax_flash_tangent", file)]
+    assert [(x.name, x.family) for x in explanation.kernels] == [("jax_flash_tangent", family)]
     assert str(explanation).startswith("tangent on sm_90a")
 
 

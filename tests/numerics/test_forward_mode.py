@@ -330,7 +330,7 @@ def test_some_inputs(inputs, dim):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_widely_spread_scores(dim, dtype):
-    """The scores have a standard deviation of 4, and Ṡ = S. Its mean is large, and far from that of the first tile."""
+    """The scores have a standard deviation of 4, and Ṡ = S. The first tile's mean of Ṡ is far from the large mean."""
     case = Case(B=1, T=150, S=210, N=2, K=1, D=dim, E=dim, spread=2.0, causal=True)
     arrays = case.arrays(dtype)
     compare(case, arrays, {"query": arrays["query"]})
@@ -361,8 +361,8 @@ ONE_HEAD = functools.partial(Case, B=1, T=150, S=340, N=1, K=1)
 def test_large_mean_of_the_tangents_of_scores(case, dim):
     """The keys have a large common part. The tangent of the query is along it, so Ṡ is large and nearly constant.
 
-    In some tiles, the first row sees whole tiles of keys only, and the other rows see more. Every row is compared: a
-    row without a reference would have many times the error of the others.
+    The kernels subtract a number close to the mean of Ṡ before they round (r in hopper/tangent.cuh). A row without it
+    would have many times the error, so each row is compared. In some tiles, the first row sees only whole tiles.
     """
     case = dataclasses.replace(case, D=dim, E=dim)
     arrays = case.arrays("bfloat16")
@@ -456,9 +456,12 @@ def second_order(attend, q):
 
 def scanned(attend, q):
     saved = jax.checkpoint_policies.save_only_these_names(*jax_flash.RESIDUAL_NAMES)
-    for layer in (jax.checkpoint(attend), jax.checkpoint(attend, policy=saved)):
-        layers = lambda q, layer=layer: jax.lax.scan(lambda x, _: (layer(x), None), q, length=2)[0]  # noqa: E731
-    return jax.jvp(layers, (q,), (along(q),)), jvp_of_gradient(layers, q)
+
+    def results(layer):
+        layers = lambda q: jax.lax.scan(lambda x, _: (layer(x), None), q, length=2)[0]  # noqa: E731
+        return jax.jvp(layers, (q,), (along(q),)), jvp_of_gradient(layers, q)
+
+    return results(jax.checkpoint(attend)), results(jax.checkpoint(attend, policy=saved))
 
 
 def mapped(attend, q):

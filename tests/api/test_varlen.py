@@ -16,14 +16,20 @@ from packs import Pack
 import jax_flash
 
 SMALL = Case(N=4, K=2, D=16, E=16)
+WINDOW = functools.partial(Case, N=2, K=2, D=16, E=16, window=(7, 4))
 PACKS = [
     Pack((5, 0, 30, 1, 20), (5, 0, 30, 1, 20), case=SMALL),
-    Pack((5, 0, 30, 1, 20), (20, 10, 18, 70, 0), 7, Case(N=4, K=2, D=16, E=24, causal=True)),
-    Pack((40, 3, 60), (30, 50, 40), 3, Case(N=2, K=2, D=16, E=16, window=(7, 4), sinks=2.0, soft_cap=2.0)),
-    Pack((40, 3, 60), (30, 50, 40), 3, Case(N=2, K=2, D=16, E=16, window=(7, 4), traced=True)),
-    Pack((1, 1, 1, 1), (300, 17, 0, 64), 0, Case(N=8, K=2, D=16, E=16, causal=True, window=(50, 0))),
-    Pack((130, 70), (130, 70), 5, Case(N=2, K=1, D=16, E=16, causal=True, dropout=0.2, deterministic=True)),
-    Pack((), (), 20, SMALL),
+    Pack((5, 0, 30, 1, 20), (20, 10, 18, 70, 0), padding=7, case=Case(N=4, K=2, D=16, E=24, causal=True)),
+    Pack((40, 3, 60), (30, 50, 40), padding=3, case=WINDOW(sinks=2.0, soft_cap=2.0)),
+    Pack((40, 3, 60), (30, 50, 40), padding=3, case=WINDOW(traced=True)),
+    Pack((1, 1, 1, 1), (300, 17, 0, 64), case=Case(N=8, K=2, D=16, E=16, causal=True, window=(50, 0))),
+    Pack(
+        (130, 70),
+        (130, 70),
+        padding=5,
+        case=Case(N=2, K=1, D=16, E=16, causal=True, dropout=0.2, deterministic=True),
+    ),
+    Pack((), (), padding=20, case=SMALL),
 ]
 
 
@@ -97,15 +103,18 @@ def test_mods_use_positions_in_sequences(kind):
     ],
 )
 def test_mask_mod_that_is_a_window(mask_mod, given, window):
-    """It becomes that window in each sequence. In one with more queries than keys, the first queries see no key."""
-    packs = ([0, 5, 5, 35, 52], [0, 25, 30, 60, 71]), ([0, 30], [0, 12]), ([0], [0])
+    """A mask_mod that is a window becomes that window in each sequence.
+
+    If a sequence has more queries than keys, its first queries see no key.
+    """
     q, k = tokens(55, 2, 16), tokens(75, 1, 16, 1)
-    for cu in packs:
+    for cu in (([0, 5, 5, 35, 52], [0, 25, 30, 60, 71]), ([0, 30], [0, 12]), ([0], [0])):
         of_varlen = functools.partial(jax_flash.Problem.of_varlen, q, k, k, *cu)
         assert of_varlen(mask_mod=mask_mod, **given).mask.mask_mod is None
         attend = functools.partial(jax_flash.varlen_attention, q, k, k, *cu)
         o = attend(mask_mod=mask_mod, **given)
         np.testing.assert_array_equal(o, attend(**window))
+        # The second condition is always true, but with it the mask_mod is not recognised as a window.
         by_entry = {"mask_mod": lambda *x: mask_mod(*x) & (x[2] > -(10**6)), **given}
         assert of_varlen(**by_entry).mask.mask_mod is not None
         np.testing.assert_allclose(o, attend(**by_entry, implementation="reference"), atol=1e-5)
@@ -124,7 +133,7 @@ def test_new_lengths_do_not_recompile():
 
 
 def test_invalid_traced_lengths():
-    """Decreasing numbers count as the largest before them, and large numbers as the end of the arrays."""
+    """The first number counts as 0. If numbers decrease, each counts as the largest so far. The end limits them."""
     q, k = tokens(60, 2, 8), tokens(40, 2, 8, 1)
 
     @jax.jit
@@ -166,7 +175,7 @@ def test_vmap_remat_and_scan():
 
 @pytest.mark.usefixtures("x64")
 def test_derivatives():
-    """First order by the kernels; second order and forward mode in plain JAX."""
+    """The kernels compute first derivatives in both modes. Second derivatives are in plain JAX."""
     q, k = (jnp.asarray(x, jnp.float64) for x in (tokens(12, 2, 4), tokens(14, 1, 4, 1)))
 
     def attend(q, k, implementation=None):

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("device")
 
 
 def blocks_of(mask, shape):
-    """Return bool [B, N, U, V] by NumPy: blocks with any visible entry, and full blocks."""
+    """Return with NumPy which blocks have a visible entry, and which are full: two arrays bool [B, N, U, V]."""
     U, V = shape.grid
     padding = [(0, 0), (0, 0), (0, U * shape.q_block - shape.q_len), (0, V * shape.kv_block - shape.kv_len)]
     tiled = (*mask.shape[:2], U, shape.q_block, V, shape.kv_block)
@@ -32,7 +32,7 @@ def blocks_of(mask, shape):
 
 
 def assert_equals(block_mask, mask):
-    """Check all entries, that empty and full blocks are marked as such, and that element masks are distinct."""
+    """Check all entries and lists, the kinds of empty and full blocks, and that element masks are distinct and used."""
     np.testing.assert_array_equal(np.broadcast_to(block_mask.to_mask(), mask.shape), mask)
     nonempty, full = blocks_of(mask, block_mask.shape)
     blocks = np.broadcast_to(block_mask.blocks, nonempty.shape)
@@ -48,6 +48,7 @@ def assert_equals(block_mask, mask):
 
 
 def masks():
+    """Return a strategy for the arguments of `block_mask` and `entries`."""
     length, block = st.integers(1, 300), st.sampled_from([16, 32, 48, 64, 128, 256])
     return st.tuples(st.integers(0, 99), length, length, block, block, st.integers(1, 2), st.integers(1, 3))
 
@@ -133,7 +134,7 @@ def test_from_function_of_empty_mask(T, S):
 
 
 def test_from_function_under_transformations():
-    """The mask is a constant even in a transformation. A function of traced values has no entries before it runs."""
+    """The mask is a constant, also inside a transformation. So its function must not depend on traced values."""
     make = functools.partial(BlockMask.from_function, q_len=50, kv_len=70, q_block=16, kv_block=32)
     limits = jnp.arange(50) + 3
     expected = np.arange(70) <= np.arange(3, 53)[:, None]
@@ -222,7 +223,10 @@ def test_combinations_traced(name, partial):
 
 @given(masks(), st.data())
 def test_slice(mask, data):
-    """A slice equals a mask made from the same entries, with cut blocks at its end. A traced slice keeps its tables."""
+    """A slice equals a mask made from the same entries. Its last blocks may be cut.
+
+    A slice of a traced mask has the same entries, but keeps unused element masks.
+    """
     _, T, S, q_block, kv_block, _, _ = mask
     ends = data.draw(st.tuples(st.integers(-T, T + 9), st.integers(0, S)))
     starts = (data.draw(st.integers(0, (n - 1) // block)) * block for n, block in ((T, q_block), (S, kv_block)))
@@ -255,11 +259,11 @@ LAYERS = [
 @pytest.mark.parametrize("make", [BlockMask.stack, jax.jit(BlockMask.stack)], ids=["concrete", "traced"])
 def test_stack(layers, make):
     stack = make(layers)
-    lead = np.broadcast_shapes(*(layer.blocks.shape[:2] for layer in layers))
-    assert stack.blocks.shape[:3] == (len(layers), *lead)
+    batch_and_heads = np.broadcast_shapes(*(layer.blocks.shape[:2] for layer in layers))
+    assert stack.blocks.shape[:3] == (len(layers), *batch_and_heads)
     for i, layer in enumerate(layers):
         one = jax.tree.map(operator.itemgetter(i), stack)
-        np.testing.assert_array_equal(one.to_mask(), np.broadcast_to(layer.to_mask(), (*lead, 70, 90)))
+        np.testing.assert_array_equal(one.to_mask(), np.broadcast_to(layer.to_mask(), (*batch_and_heads, 70, 90)))
         assert_lists(one)
     if make is BlockMask.stack:
         assert not any(x.flags.writeable for x in stack.arrays().values())
@@ -339,7 +343,7 @@ def test_passing_masks_to_jit():
 
 
 def test_immutability():
-    """The hash and the lists depend on the contents. The constructor copies its arguments."""
+    """A mask is read-only, because its hash and its lists depend on its contents. It copies the arrays it gets."""
     blocks, masks = np.full((1, 1, 2, 2), 2, np.int32), np.ones((1, 1, 16, 1), np.uint32)
     mask = BlockMask(Shape(32, 32, 16, 16), blocks, masks)
     derived = mask, mask & ~mask, BlockMask.from_mask(mask.to_mask()), jax.tree.map(lambda x: x, mask)

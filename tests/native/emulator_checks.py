@@ -593,7 +593,7 @@ SEVERAL_TILES = {
     "clusters": (Case(B=1, T=130, S=200, N=3, K=1, D=256, E=256, causal=True, dropout=0.2), "bfloat16"),
     "O in boxes": (Case(B=1, T=300, S=70, N=3, K=1, D=192, E=192), "float16"),
     "TF32": (Case(B=1, T=130, S=300, N=3, K=1, D=64, E=64, causal=True, offset=True), "tf32"),
-    "wide TF32": (Case(B=1, T=70, S=300, N=5, K=1, D=128, E=128, window=(250, 200), segments=True), "tf32"),
+    "TF32 of 128 dims": (Case(B=1, T=70, S=300, N=5, K=1, D=128, E=128, window=(250, 200), segments=True), "tf32"),
     "block mask": (sparse(128, 128, B=1, T=300, S=600, N=2, K=1, D=64, E=64, heads=2, dropout=0.2), "bfloat16"),
     "short lists": (sparse(128, 256, B=1, T=300, S=600, N=2, K=2, D=64, E=64, heads=2), "bfloat16"),
     # with special code for the first step: sums of dK and dV, separate kernels, a joint loop over the heads of a group
@@ -601,8 +601,8 @@ SEVERAL_TILES = {
     "dropout": (Case(B=1, T=300, S=260, N=3, K=1, D=64, E=64, causal=True, lengths=True, dropout=0.2), "bfloat16"),
     "dbias": (Case(B=3, T=260, S=392, N=2, K=1, D=64, E=64, bias="1nts", causal=True), "bfloat16"),
     "dbias of all": (Case(B=2, T=260, S=392, N=3, K=1, D=64, E=64, bias="bnts"), "bfloat16"),
-    "wide dbias of all": (Case(B=2, T=260, S=264, N=3, K=1, D=128, E=128, bias="bnts", causal=True), "bfloat16"),
-    "wide dbias": (Case(B=3, T=260, S=264, N=2, K=1, D=128, E=128, bias="11ts", lengths=True), "bfloat16"),
+    "dbias of all, 128 dims": (Case(B=2, T=260, S=264, N=3, K=1, D=128, E=128, bias="bnts", causal=True), "bfloat16"),
+    "dbias, 128 dims": (Case(B=3, T=260, S=264, N=2, K=1, D=128, E=128, bias="11ts", lengths=True), "bfloat16"),
     "soft cap": (Case(B=1, T=300, S=392, N=10, K=2, D=64, E=64, soft_cap=5.0, spread=4.0, causal=True), "bfloat16"),
     "crowded": (Case(B=1, T=260, S=260, N=5, K=1, D=64, E=64, causal=True, segments=True, dropout=0.2), "bfloat16"),
 }

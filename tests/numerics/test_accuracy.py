@@ -1,6 +1,8 @@
 """Errors of the fused kernels, forward and backward, for every feature and dtype, on CPU and GPU.
 
 The error may be at most twice the error of standard attention in the same dtype, plus a few units in the last place.
+Where terms cancel, another order of the terms may change a result by more than that. The tests allow this change as
+well (`cancelled`, from `standard.cancellation`).
 """
 
 import dataclasses
@@ -26,7 +28,10 @@ pytestmark = pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("case", FEATURES, ids=str)
 def test_feature(case, dtype):
-    """float16 has one key head per query head. With shared keys, Hopper's backward would use another loop."""
+    """In float16 each query head has its own keys; in most other cases heads share keys.
+
+    So Hopper's backward is tested with dK and dV of one query head, which are stored, and of several, which are added.
+    """
     check(dataclasses.replace(case, K=case.N) if dtype == "float16" else case, dtype)
 
 
@@ -175,8 +180,8 @@ def test_bias_in_tiles(case, bias_dtype):
     Case(B=1, T=136, S=264, D=112, E=128, soft_cap=0.001, bias="1nts", mask="1nts"),
     Case(B=1, T=300, S=400, D=128, E=128, mask="11ts", segments=True),
 ], ids=str)  # fmt: skip
-def test_wide_heads(case):
-    """Cases in which Hopper's backward has the fewest registers."""
+def test_few_registers(case):
+    """Cases in which Hopper's backward has the fewest registers: head dims from 112 to 256."""
     check(case, "bfloat16")
 
 
@@ -189,7 +194,7 @@ def test_wide_heads(case):
     (Case(B=2, T=1, S=1030, N=4, K=1, D=576, E=512, causal=True, offset=True, lengths=True), "bfloat16"),
 ], ids=str)  # fmt: skip
 def test_heads_in_slices(case, dtype):
-    """Head dims above 256, which GPUs process in slices."""
+    """Wide heads (head dims above 256), whose tiles GPUs process in slices."""
     check(case, dtype)
 
 
@@ -210,7 +215,10 @@ def test_soft_caps_of_any_size(cap, D, dtype):
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_small_and_large_scores_with_a_soft_cap(case, factor, dtype):
-    """Some warps of a tile have small and large scores, others only small ones."""
+    """Some warps of a tile have small and large scores, others only small ones.
+
+    A warp of a GPU uses a cheaper tanh if all of its scores are small.
+    """
     arrays, cotangents = case.arrays(dtype), case.cotangents(dtype)
     arrays["query"][:, ::40] *= np.asarray(factor, arrays["query"].dtype)
     dtype = jnp.dtype(dtype)
@@ -236,14 +244,15 @@ MANY_TILES = functools.partial(Case, T=150, S=700, D=8, E=8)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_mask_with_empty_and_full_tiles(case, dtype):
     """Masks in every broadcast form, with other features that restrict tiles, and with every extent of a bias."""
-    sums = np.dtype(dtype)
     arrays, cotangents = case.arrays(dtype), case.cotangents(dtype)
+    dtype = np.dtype(dtype)
     batch, heads, T, S = case.shape(case.mask)
-    arrays["mask"] = entries(4, case.T, case.S, 50, 300, batch, heads)[:, :, -T:, -S:]
+    mask = entries(4, case.T, case.S, q_block=50, kv_block=300, batch=batch, heads=heads)
+    arrays["mask"] = mask[:, :, -T:, -S:]
     exact = by_numpy(case, arrays, cotangents)
-    baseline = errors(standard.attention(case, arrays, cotangents, sums.type), exact)
-    cancelled = standard.cancellation(case, arrays, cotangents, sums)
-    assert_accurate(run(case, arrays, cotangents), exact, baseline, cancelled, sums)
+    baseline = errors(standard.attention(case, arrays, cotangents, dtype.type), exact)
+    cancelled = standard.cancellation(case, arrays, cotangents, dtype)
+    assert_accurate(run(case, arrays, cotangents), exact, baseline, cancelled, dtype)
 
 
 @pytest.mark.parametrize("fill", [np.finfo(np.float32).min, -1e9, -1e4])
@@ -271,7 +280,7 @@ def test_bias_of_minus_infinity_masks():
 
 
 def test_results_are_reproducible():
-    """On the CPU, the order of sums does not depend on threads. A GPU guarantees this if `deterministic` is set."""
+    """Two runs have the same bits: on a CPU with the same number of threads, on a GPU if `deterministic` is set."""
     case = Case(B=1, T=600, S=600, N=2, K=1, D=64, E=64, bias="111s", deterministic=True)
     arrays, cotangents = case.arrays(), case.cotangents()
     first = run(case, arrays, cotangents)
@@ -305,9 +314,9 @@ for deterministic in (False, True):
 
 def test_deterministic_gradients_do_not_depend_on_the_number_of_threads():
     def hashes(threads):
-        environment = one_device(NPROC=str(threads), JAX_PLATFORMS="cpu")
+        environment = one_device(NPROC=str(threads), JAX_PLATFORMS="cpu")  # XLA reads NPROC as its number of threads
         return subprocess.check_output([sys.executable, "-c", GRADIENTS], env=environment, text=True).split()
 
     (default, deterministic), (other_default, other_deterministic) = hashes(1), hashes(3)
     assert deterministic == other_deterministic
-    assert default != other_default  # otherwise the environment variable has no effect
+    assert default != other_default  # otherwise NPROC has no effect

@@ -291,8 +291,8 @@ def test_padding_is_inert():
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
-# Features in every tiling of the kernels, and those that have code of their own in them.
-WIDE = [
+# Plain calls in every tiling of the kernels, and features that have code of their own there.
+TILINGS = [
     dataclasses.replace(case, T=150, S=210, N=2, K=1, D=dim, E=dim)
     for dim in (64, 128)
     for case in (
@@ -304,13 +304,13 @@ WIDE = [
         Case(B=1, mask="b1ts", causal=True),
     )
 ]
-WIDE += [Case(B=1, T=70, S=90, N=2, K=2, D=200, E=256, causal=True), sparse(64, 64, B=1, T=150, S=210, D=64, E=64)]
+TILINGS += [Case(B=1, T=70, S=90, N=2, K=2, D=200, E=256, causal=True), sparse(64, 64, B=1, T=150, S=210, D=64, E=64)]
 
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    list(zip([*FEATURES, *WIDE], itertools.cycle(("bfloat16", "float16", "bfloat16", "float32")), strict=False)),
+    list(zip([*FEATURES, *TILINGS], itertools.cycle(("bfloat16", "float16", "bfloat16", "float32")), strict=False)),
     ids=str,
 )
 def test_kernels(case, dtype):

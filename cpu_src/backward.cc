@@ -41,7 +41,21 @@ struct Scratch {
   }
 };
 
-// Writes D_i = dO_i · O_i - g_i dlogsumexp_i as [B, N, T]. Also writes each row's contributions to other gradients.
+template <typename A>
+struct OutputTiles {
+  Tile<A> o, d_o;
+  int64_t bytes;
+
+  OutputTiles(const Problem& p, char* memory) {
+    Carver carver(memory);
+    o = carver.NewTile<A>(kTileRows, p.v_dim);
+    d_o = carver.NewTile<A>(kTileRows, p.v_dim);
+    bytes = carver.used();
+  }
+};
+
+// Writes D_i = dO_i · O_i - g_i dlogsumexp_i as [B, N, T]. Also writes each row's contribution to the gradient of its
+// sink.
 //
 // P includes the sink (WithSink), but the given m, l and dlogsumexp exclude it. The softmax without the sink is g P
 // with g = WithSink::Growth. So dlogsumexp adds P g dlogsumexp to dS.
@@ -50,17 +64,9 @@ A* ComputeD(const Problem& p, const Operands& in, const Cotangents& given, const
             Workers& workers) {
   A* const d = reinterpret_cast<A*>(workers.Allocate(p.batch * p.q_heads * p.q_len * int64_t(sizeof(A))));
   const int64_t tiles = RoundUp(p.q_len, kTileRows) / kTileRows;
-  const auto tiles_of_o = [&p](char* memory, Tile<A>* o, Tile<A>* d_o) {
-    Carver carver(memory);
-    *o = carver.NewTile<A>(kTileRows, p.v_dim);
-    *d_o = carver.NewTile<A>(kTileRows, p.v_dim);
-    return carver.used();
-  };
-  Tile<A> o, d_o;
-  const int64_t bytes = tiles_of_o(nullptr, &o, &d_o);
-  workers.For(p.batch * p.q_heads * tiles, bytes, [&](int64_t unit, char* memory) {
-    Tile<A> o, d_o;
-    tiles_of_o(memory, &o, &d_o);
+  workers.For(p.batch * p.q_heads * tiles, OutputTiles<A>(p, nullptr).bytes, [&](int64_t unit, char* memory) {
+    const OutputTiles<A> scratch(p, memory);
+    const Tile<A> o = scratch.o, d_o = scratch.d_o;
     const int64_t head = unit / tiles, i0 = unit % tiles * kTileRows, rows = Min(kTileRows, p.q_len - i0);
     const int64_t b = head / p.q_heads, n = head % p.q_heads;
     LoadRows(HeadRows(given.o, p.output_dtype(), b, i0, p.q_len, n, p.q_heads, p.v_dim), rows, p.v_dim, A(1), o);
@@ -193,14 +199,15 @@ constexpr int64_t kDeterministicThreads = 16;
 // The maximum memory for copies of the gradients of captured arrays.
 constexpr double kCopyBytes = double(int64_t(64) << 20);
 
+// Divides the work so that copies of the gradients of captured arrays fit into this memory.
 template <typename A>
-WorkSplit Divide(const Problem& p, const Operands& in, const BackwardResults& out, const Workers& workers) {
+WorkSplit DivideWithinMemory(const Problem& p, const Operands& in, const BackwardResults& out, const Workers& workers) {
   const int64_t threads = p.deterministic ? kDeterministicThreads : workers.threads();
   // Tries all combinations of undivided dims until the copies fit. Bit 0 keeps the kv tiles of a head undivided, bit 1
   // the batch, and bit 2 the heads.
   for (unsigned bits = 0;; ++bits) {
     const Undivided undivided = {/*batch=*/bool(bits & 2), /*heads=*/bool(bits & 4), /*parts=*/bool(bits & 1)};
-    const WorkSplit division = Divide<A>(p, undivided, threads);
+    const WorkSplit division = DivideForThreads<A>(p, undivided, threads);
     if (bits == 7 || CapturedGradients<A>::Memory(p, in, out, division) <= kCopyBytes) return division;
   }
 }
@@ -255,7 +262,8 @@ class QueryGradient {
   A* partials_ = nullptr;
 };
 
-// dbias of a head, from row i0 and column j0 on. Broadcast rows, or columns, share one.
+// dbias of a head, from row i0 and column j0 on. If the bias is broadcast over rows or columns, it has only one of
+// them.
 template <typename A>
 Tile<A> BiasTile(const Problem& p, const BackwardResults& out, int64_t b, int64_t n, int64_t i0, int64_t j0) {
   const HeadOffset offset(p, p.score.bias, b, n);
@@ -297,7 +305,8 @@ void BackwardHead(Backpropagation<A>& step, const WorkSplit& division, const Que
       Tile<A> dbias = {};
       if (division.dbias) {
         dbias = BiasTile<A>(p, out, b, n, i0, j0);
-        const bool first =  // the columns of a dbias are never broadcast here (Divide in division.h)
+        // Is this the first term of these entries of dbias? A fused dbias is never broadcast over columns (division.h).
+        const bool first =
             (p.score.bias.batch || b == 0) && (p.score.bias.heads || n == 0) && (p.score.bias.rows || i0 == 0);
         if (first) ZeroBias(p, dbias, rows, columns);
       }
@@ -400,7 +409,7 @@ void BackwardBias(const Problem& p, const Operands& in, const Cotangents& given,
 template <typename A>
 void Backward(const Problem& p, const Operands& in, const Cotangents& given, const BackwardResults& out,
               Workers& workers) {
-  const WorkSplit division = Divide<A>(p, in, out, workers);
+  const WorkSplit division = DivideWithinMemory<A>(p, in, out, workers);
   const CapturedGradients<A> captured(p, in, out, division, workers);
   const A* d = p.needs_ds() || p.gradients_of_rows() ? ComputeD<A>(p, in, given, out, workers) : nullptr;
   if ((p.dq || p.dk || p.dv || captured.requested()) && p.kv_heads > 0) {

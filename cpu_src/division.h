@@ -24,7 +24,7 @@ struct Split {
 struct WorkSplit {
   Split batch, heads;
   int64_t parts;
-  bool dbias;  // is it fused? Then one unit sums all terms of an entry
+  bool dbias;  // do the same units compute dbias? Then one unit sums all terms of an entry of dbias
 
   int64_t units() const { return batch.units * heads.units * parts; }
 };
@@ -39,6 +39,7 @@ int64_t DQBytes(const Problem& p) {
   return p.batch * p.q_heads * p.q_len * RoundUp(p.qk_dim, kLanes<A>) * int64_t(sizeof(A));
 }
 
+// The division with or without dbias.
 template <typename A>
 WorkSplit Divide(const Problem& p, bool dbias, Undivided undivided, int64_t threads) {
   WorkSplit d = {Split::Of(p.batch, undivided.batch || (dbias && !p.score.bias.batch)),
@@ -52,10 +53,10 @@ WorkSplit Divide(const Problem& p, bool dbias, Undivided undivided, int64_t thre
   return d;
 }
 
-// The division with a fused dbias, unless some threads would have no work, or an entry of dbias would have several
-// units or none.
+// The division with dbias, unless some threads would have no work, or an entry of dbias would have several units or
+// none.
 template <typename A>
-WorkSplit Divide(const Problem& p, Undivided undivided, int64_t threads) {
+WorkSplit DivideForThreads(const Problem& p, Undivided undivided, int64_t threads) {
   const bool possible = p.dbias && (p.dq || p.dk || p.dv) && p.score.bias.columns && p.batch * p.kv_heads * p.q_len > 0;
   const WorkSplit with = Divide<A>(p, possible, undivided, threads);
   return with.units() >= threads ? with : Divide<A>(p, false, undivided, threads);

@@ -11,7 +11,8 @@
 namespace jax_flash::JAX_FLASH_ISA {
 namespace {
 
-// A tile of Q and its running results: O, and the maximum and sum of each row.
+// A tile of Q and its running results: O, and the maximum and sum of each row. A is the type of all arithmetic: float,
+// or double for float64.
 template <typename A>
 struct QueryTile {
   Tile<A> q, o;
@@ -56,7 +57,8 @@ void LoadKeys(const Problem& p, const Operands& in, const void* array, int64_t b
   }
   for (int64_t c = 0; c < columns;) {
     const int64_t j = j0 + c, in_page = j % p.page, count = Min(p.page - in_page, columns - c);
-    const int64_t page = ClampLength(in.page_table[b * p.pages_of_entry() + j / p.page], p.pages - 1);
+    const int64_t number = in.page_table[b * p.pages_of_entry() + j / p.page];
+    const int64_t page = Max(0, Min(number, p.pages - 1));
     LoadRows(HeadRows(array, p.dtype, page, in_page, p.page, head, p.kv_heads, dim), count, dim, A(1), FromRow(to, c));
     c += count;
   }
@@ -101,9 +103,8 @@ void OnlineSoftmax(Tile<A> s, const Block& block, int64_t v_dim, QueryTile<A>& q
   }
 }
 
-// Writes l and m, which exclude the sink. Writes O <- keep_scale O / l, where l includes the sink and keep_scale is the
-// factor of dropout.
-// Row i of a tile of merged heads is query i / merged of head n + i % merged.
+// Writes l and m, which exclude the sink, and keep_scale O / l, where l includes the sink. keep_scale is the factor of
+// dropout for kept entries. Row i of a tile of merged heads is query i / merged of head n + i % merged.
 template <typename A>
 void Finish(const Problem& p, const Operands& in, const ForwardResults& out, int64_t b, A keep_scale, int64_t merged,
             const QueryTile<A>& query) {

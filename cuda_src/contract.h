@@ -24,7 +24,7 @@ constexpr int kRowBlock = 64;  // rows of a block in Hopper's kernels before and
 
 constexpr int kWarpgroup = 128;     // threads of a warpgroup; on Hopper a CTA has one producer, and its consumers
 constexpr int kRowThreads = 256;    // threads of a CTA of the kernels before and after a backward
-constexpr int kPairedKeys = 128;    // keys of a CTA of Hopper's backward, or of a cluster of two CTAs
+constexpr int kBackwardKeys = 128;  // keys of a CTA of Hopper's backward in 16 bits, or of a pair of CTAs (glossary)
 constexpr int kMergeThreads = 256;  // threads of a CTA that merges parts of the keys
 constexpr int kMinKVTiles = 4;      // minimum kv tiles of a part, if there are several parts
 

@@ -37,7 +37,7 @@ TABLE = pathlib.Path(__file__).parents[1] / "build" / "kernels.csv"
 DTYPES = ("bfloat16", "float16", "float32", "float32 at full precision")
 DIMS = ((64, 64), (128, 128), (256, 256), (8, 16), (80, 80), (96, 96), (192, 128), (192, 192), (64, 128))
 DIMS += ((512, 512), (576, 64))
-NARROW = tuple(dims for dims in DIMS if max(dims) <= 128)
+UP_TO_128 = tuple(dims for dims in DIMS if max(dims) <= 128)
 GRADIENTS = ("all", "deterministic", "key and value", "query")
 EVERY_GRADIENT = ("dq", "dk", "dv", "dbias", "dsinks")
 REQUESTED = {"all": EVERY_GRADIENT, "deterministic": EVERY_GRADIENT, "key and value": ("dk", "dv"), "query": ("dq",)}
@@ -200,7 +200,7 @@ def cover() -> Iterator[Case]:
     # The single-kernel backward. If heads share keys, it sums dK and dV.
     common = {"q_len": (4096, 512), "sinks": (False, True), "gradients": ("all", "query")}
     for kv_heads in (4, 1):
-        for chosen in pairs(dims=NARROW, two=itertools.combinations(SINGLE_KERNEL_FEATURES, 2), **common):
+        for chosen in pairs(dims=UP_TO_128, two=itertools.combinations(SINGLE_KERNEL_FEATURES, 2), **common):
             two = dict.fromkeys(SINGLE_KERNEL_FEATURES, False) | dict.fromkeys(chosen.pop("two"), True)
             yield Case("sm_90a", "bfloat16", **PLAIN | chosen | two, kv_heads=kv_heads)
     # O and dQ in float32, for the gradient of the scale. With few queries, the merge of the splits writes O.
@@ -211,12 +211,12 @@ def cover() -> Iterator[Case]:
     listed = {name: FEATURES[name][:1] for name in ("bias", "mask", "soft_cap")}
     listed |= dict.fromkeys(("causal", "window", "lengths", "segments", "query_offset"), (False,))
     listed |= {"block_mask": ((128, 128), (64, 256)), "q_len": (512,), "gradients": ("all",)}
-    for chosen in pairs(dims=NARROW, **PLAIN_SCORES | listed):
+    for chosen in pairs(dims=UP_TO_128, **PLAIN_SCORES | listed):
         yield Case("sm_90a", "bfloat16", **chosen | {"kv_heads": 4})
     # The gradient of a bias that is loaded in tiles or by entry.
     biased = {"bias": ("bfloat16", "float32", "float64"), "gradients": ("all",)}
     for blocks in ({"block_mask": (None, (128, 128), (128, 64)), "mask": (False,)}, {"block_mask": (None,)}):
-        for chosen in pairs(dims=NARROW, **PLAIN_SCORES | biased | blocks):
+        for chosen in pairs(dims=UP_TO_128, **PLAIN_SCORES | biased | blocks):
             yield Case("sm_90a", "bfloat16", **chosen)
     for dtype, dims in (("bfloat16", DIMS), ("float32", ((64, 64), (128, 128), (8, 16)))):
         grouped = {"causal": (True,), "block_mask": (None,), "q_len": (4096,)}

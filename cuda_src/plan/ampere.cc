@@ -12,7 +12,7 @@ namespace {
 
 // --- Tiles ---
 
-// The wide tiles of head dim 128 need all registers. They are faster if two CTAs fit on an SM.
+// At head dim 128, tiles of 128 queries need all registers. They are faster if two CTAs fit on an SM.
 constexpr Row kForward[] = {
     {99, 64, {128, 64, 4, 2}, kScoreFeatures},
     {99, 64, {64, 64, 4, 2}},
@@ -216,7 +216,7 @@ Launch MainLaunch(const std::string& entry, int unit, const KernelTiling& tiling
 int BlocksThatFit(const Target& target, const Problem& p, const KernelTiling& tiling) {
   constexpr int64_t kReserved = 1024;  // reserved by CUDA for each CTA
   const auto row = [&](int64_t dim) { return RoundUp(dim, 16) * BytesOf(p.dtype) + 16; };  // a row of a SharedTile
-  // Of wide heads, slices of K and V, and P.
+  // Wide heads have slices of K and V, and P.
   const int64_t kv = HasWideHeads(p) ? tiling.stages * tiling.cols * row(kWideSlice) + tiling.rows * row(tiling.cols)
                                      : tiling.stages * tiling.cols * (row(p.qk_dim) + row(p.v_dim));
   return int(target.shared * 1024 / (kv + tiling.rows * row(std::max(p.qk_dim, p.v_dim)) + kReserved));
@@ -313,7 +313,7 @@ void ampere::AddSplitForward(const Target& target, const Problem& p, Plan* plan)
   tiling.balanced = work.balanced;
   const int64_t rows = p.batch * p.q_heads * p.q_len;
   tiling.merged_rows = MergedRows(target, rows);
-  const int unit = AddUnit(FileFor(p, "forward_split.cuh"), DependsOn::kBothPasses, p, tiling, plan);
+  const int unit = AddUnit(FileFor(p, "forward_split.cuh"), DependsOn::kEveryPass, p, tiling, plan);
   plan->launches.push_back(MainLaunch("jax_flash_forward", unit, tiling, work.blocks));
   plan->launches.push_back({unit, "jax_flash_forward_merge", DivideUp(rows, tiling.merged_rows), kMergeThreads});
 }
@@ -337,7 +337,7 @@ Tilings ampere::BiasCandidates(const Target& target, const Problem& p) {
 void ampere::AddForward(const Target&, const Problem& p, const KernelTiling& tiling, Plan* plan) {
   PrepareMasksByRow(p, plan);
   const int64_t tiles = p.batch * p.q_heads * RowTiles(p, tiling.rows);
-  const int unit = AddUnit(FileFor(p, "forward.cuh"), DependsOn::kBothPasses, p, tiling, plan);
+  const int unit = AddUnit(FileFor(p, "forward.cuh"), DependsOn::kEveryPass, p, tiling, plan);
   plan->launches.push_back(MainLaunch("jax_flash_forward", unit, tiling, tiles));
 }
 

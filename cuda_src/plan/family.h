@@ -16,7 +16,7 @@ inline int64_t RoundUp(int64_t x, int64_t y) { return DivideUp(x, y) * y; }
 inline int64_t RowTiles(const Problem& p, int rows) { return DivideUp(p.q_len_in_blocks(), rows); }
 inline int64_t ColumnTiles(const Problem& p, int cols) { return DivideUp(p.kv_len_in_blocks(), cols); }
 
-// Are head dims so wide that tiles go through the kernels in slices (ampere/slices.cuh)?
+// Is a head dim above 256, so that tiles go through the kernels in slices (ampere/slices.cuh)?
 inline bool HasWideHeads(const Problem& p) { return IsWide(p.qk_dim) || IsWide(p.v_dim); }
 
 // Does the main kernel add dQ in memory? Otherwise a separate kernel computes dQ. If the main kernel can add in a fixed
@@ -26,9 +26,13 @@ inline bool SumsDQ(const Problem& p) { return p.dq && !p.deterministic && !HasWi
 // Is there work for the main kernel, which computes dK and dV, and dQ if it adds dQ?
 inline bool HasMain(const Problem& p) { return p.dk || p.dv || SumsDQ(p) || p.captured_gradients(); }
 
-// The parts of a problem that the kernels of a file depend on: properties for both passes, also properties of the
-// backward, or also the requested gradients of the main kernel; or properties of the tangent.
-enum class DependsOn { kBothPasses, kBackward, kMain, kTangent };
+// The parts of a problem that the kernels of a file depend on.
+enum class DependsOn {
+  kEveryPass,  // only properties that every pass depends on
+  kBackward,   // also properties of the backward
+  kMain,       // also properties of the backward, and which gradients the main kernel computes
+  kTangent     // also properties of the tangent
+};
 
 // Adds a unit to the plan: `file` of cuda_src/kernels with this configuration. Returns its index.
 int AddUnit(const std::string& file, DependsOn depends_on, const Problem& p, const KernelTiling& tiling, Plan* plan);

@@ -19,8 +19,8 @@ bool BiasByEntry(const Problem& p);
 // Does a score_mod leave registers for large tiles? It may have a few sums, products, comparisons and loads.
 bool IsLight(const Program& score_mod);
 
-// Is a score_mod, or its derivative, not inlined? A call would serialize wgmmas.
-inline bool HasCalledScoreMod(const Problem& p) {
+// Is a score_mod, or its derivative, too long to be inlined? Then it is called, which would serialize wgmmas.
+inline bool ScoreModIsNotInlined(const Problem& p) {
   return std::max(p.score.score_mod.size(), p.score.score_grad.size()) > kMaxInlined;
 }
 
@@ -29,52 +29,52 @@ inline bool HasCalledScoreMod(const Problem& p) {
 //
 // Slopes are derivatives of scores that depend on the score: of a score_mod (kScoreSlopes), or of the soft cap.
 // Hopper's backward keeps them in 16 bits, and multiplies P or dS by them (hopper/backward_tuning.cuh):
-//   kUnkeptSlopes      cannot be kept: there is room for only one kind, and in float16 they may exceed 65504
-//   kWideSlopesAndSums leave wide heads no registers for the sums of captured arrays' gradients
-//   kSlopesNotInP      must be multiplied into dS, but warpgroups with wide heads exchange only P
-#define JAX_FLASH_FEATURES(FEATURE)                                                                                  \
-  FEATURE(kCausal, "is_causal", p.mask.is_causal)                                                                    \
-  FEATURE(kWindow, "local_window_size or packed sequences", p.mask.local_window_size.present() || p.mask.ranges)     \
-  FEATURE(kSegments, "segment ids", p.mask.segment_ids)                                                              \
-  FEATURE(kLengths, "query_seq_lengths or key_value_seq_lengths",                                                    \
-          (p.mask.query_seq_lengths || p.mask.key_value_seq_lengths) && !p.mask.ranges)                              \
-  FEATURE(kQueryOffset, "query_offset", p.mask.query_offset)                                                         \
-  FEATURE(kSoftCap, "logits_soft_cap", p.score.logits_soft_cap > 0)                                                  \
-  FEATURE(kBias, "bias", p.score.bias.present)                                                                       \
-  FEATURE(kWideBias, "a float32 bias", p.score.bias_dtype == DType::kF32)                                            \
-  FEATURE(kBroadcastBias, "a bias that is broadcast over rows or columns",                                           \
-          p.score.bias.present && !(p.score.bias.rows && p.score.bias.columns))                                      \
-  FEATURE(kMaskMod, "mask_mod", p.mask.mask_mod.present())                                                           \
-  FEATURE(kScoreMod, "score_mod", p.score.score_mod.present())                                                       \
-  FEATURE(kHeavyMod, "a score_mod of many operations, or one with query_offset, dropout or logits_soft_cap",         \
-          has.Any(kScoreMod) &&                                                                                      \
-              (!IsLight(p.score.score_mod) || p.mask.query_offset || p.dropout() || p.score.logits_soft_cap > 0))    \
-  FEATURE(kScoreSlopes, "a score_mod whose derivative depends on the score", p.score.score_grad.ResultOfScore())     \
-  FEATURE(kUnkeptSlopes, "logits_soft_cap or float16 with a score_mod whose derivative depends on the score",        \
-          has.Any(kScoreSlopes) && (has.Any(kSoftCap) || p.dtype == DType::kF16))                                    \
-  FEATURE(kGradientsOfScore, "gradients of captured arrays that depend on the score",                                \
-          p.score.score_grad.GradientsOfScore())                                                                     \
-  FEATURE(kDropout, "dropout", p.dropout())                                                                          \
-  FEATURE(kFullPrecision, "full float32 precision", /* f32 as three products of TF32 */                              \
-          p.dtype == DType::kF32 && p.full_precision)                                                                \
-  FEATURE(kManyKeys, "more than 1024 keys", p.kv_len > 1024)                                                         \
-  FEATURE(kListed, "mask or block_mask", p.mask.block_mask.present || p.mask.array.present)                          \
-  FEATURE(kLongCausal, "is_causal alone, with more than 4096 keys",                                                  \
-          has.Any(kCausal) && p.kv_len > 4096 && !has.Any(kLocal | kLengths | kQueryOffset | kListed | kSoftCap))    \
-  FEATURE(kMaskCapDropout, "two of these together: mask or block_mask, logits_soft_cap, dropout",                    \
-          has.Any(kListed) + has.Any(kSoftCap) + has.Any(kDropout) > 1)                                              \
-  FEATURE(kWideSlopesAndSums,                                                                                        \
-          "head dims above 96 with gradients of captured arrays and a score_mod whose derivative depends on the "    \
-          "score",                                                                                                   \
-          p.captured_gradients() && has.Any(kScoreSlopes) && std::max(p.qk_dim, p.v_dim) > 96)                       \
-  FEATURE(                                                                                                           \
-      kSlopesNotInP,                                                                                                 \
-      "gradients of captured arrays with logits_soft_cap or a score_mod whose derivative depends on the score, or "  \
-      "dropout with such a score_mod",                                                                               \
-      (p.captured_gradients() && has.Any(kScoreSlopes | kSoftCap)) || (has.Any(kScoreSlopes) && has.Any(kDropout)))  \
-  FEATURE(kUnpairedBlocks, "blocks of keys whose size is not a multiple of 128", p.mask.kv_block % kPairedKeys != 0) \
-  FEATURE(kSmallCap, "logits_soft_cap below 0.01", p.score.logits_soft_cap > 0 && p.score.logits_soft_cap < 0.01)    \
-  FEATURE(kHeadDimsUpTo128, "head dims up to 128", std::max(p.qk_dim, p.v_dim) <= 128)                               \
+//   kUnkeptSlopes   cannot be kept: there is room for only one kind, and in float16 they may exceed 65504
+//   kSlopesAndSums  leave no registers for the sums of captured arrays' gradients above head dim 96
+//   kSlopesNotInP   must be multiplied into dS, but above head dim 128 warpgroups exchange only P
+#define JAX_FLASH_FEATURES(FEATURE)                                                                                    \
+  FEATURE(kCausal, "is_causal", p.mask.is_causal)                                                                      \
+  FEATURE(kWindow, "local_window_size or packed sequences", p.mask.local_window_size.present() || p.mask.ranges)       \
+  FEATURE(kSegments, "segment ids", p.mask.segment_ids)                                                                \
+  FEATURE(kLengths, "query_seq_lengths or key_value_seq_lengths",                                                      \
+          (p.mask.query_seq_lengths || p.mask.key_value_seq_lengths) && !p.mask.ranges)                                \
+  FEATURE(kQueryOffset, "query_offset", p.mask.query_offset)                                                           \
+  FEATURE(kSoftCap, "logits_soft_cap", p.score.logits_soft_cap > 0)                                                    \
+  FEATURE(kBias, "bias", p.score.bias.present)                                                                         \
+  FEATURE(kF32Bias, "a float32 bias", p.score.bias_dtype == DType::kF32)                                               \
+  FEATURE(kBroadcastBias, "a bias that is broadcast over rows or columns",                                             \
+          p.score.bias.present && !(p.score.bias.rows && p.score.bias.columns))                                        \
+  FEATURE(kMaskMod, "mask_mod", p.mask.mask_mod.present())                                                             \
+  FEATURE(kScoreMod, "score_mod", p.score.score_mod.present())                                                         \
+  FEATURE(kHeavyMod, "a score_mod of many operations, or one with query_offset, dropout or logits_soft_cap",           \
+          has.Any(kScoreMod) &&                                                                                        \
+              (!IsLight(p.score.score_mod) || p.mask.query_offset || p.dropout() || p.score.logits_soft_cap > 0))      \
+  FEATURE(kScoreSlopes, "a score_mod whose derivative depends on the score", p.score.score_grad.ResultOfScore())       \
+  FEATURE(kUnkeptSlopes, "logits_soft_cap or float16 with a score_mod whose derivative depends on the score",          \
+          has.Any(kScoreSlopes) && (has.Any(kSoftCap) || p.dtype == DType::kF16))                                      \
+  FEATURE(kGradientsOfScore, "gradients of captured arrays that depend on the score",                                  \
+          p.score.score_grad.GradientsOfScore())                                                                       \
+  FEATURE(kDropout, "dropout", p.dropout())                                                                            \
+  FEATURE(kFullPrecision, "full float32 precision", /* f32 as three products of TF32 */                                \
+          p.dtype == DType::kF32 && p.full_precision)                                                                  \
+  FEATURE(kManyKeys, "more than 1024 keys", p.kv_len > 1024)                                                           \
+  FEATURE(kListed, "mask or block_mask", p.mask.block_mask.present || p.mask.array.present)                            \
+  FEATURE(kLongCausal, "is_causal alone, with more than 4096 keys",                                                    \
+          has.Any(kCausal) && p.kv_len > 4096 && !has.Any(kLocal | kLengths | kQueryOffset | kListed | kSoftCap))      \
+  FEATURE(kMaskCapDropout, "two of these together: mask or block_mask, logits_soft_cap, dropout",                      \
+          has.Any(kListed) + has.Any(kSoftCap) + has.Any(kDropout) > 1)                                                \
+  FEATURE(kSlopesAndSums,                                                                                              \
+          "head dims above 96 with gradients of captured arrays and a score_mod whose derivative depends on the "      \
+          "score",                                                                                                     \
+          p.captured_gradients() && has.Any(kScoreSlopes) && std::max(p.qk_dim, p.v_dim) > 96)                         \
+  FEATURE(                                                                                                             \
+      kSlopesNotInP,                                                                                                   \
+      "gradients of captured arrays with logits_soft_cap or a score_mod whose derivative depends on the score, or "    \
+      "dropout with such a score_mod",                                                                                 \
+      (p.captured_gradients() && has.Any(kScoreSlopes | kSoftCap)) || (has.Any(kScoreSlopes) && has.Any(kDropout)))    \
+  FEATURE(kUnpairedBlocks, "blocks of keys whose size is not a multiple of 128", p.mask.kv_block % kBackwardKeys != 0) \
+  FEATURE(kSmallCap, "logits_soft_cap below 0.01", p.score.logits_soft_cap > 0 && p.score.logits_soft_cap < 0.01)      \
+  FEATURE(kHeadDimsUpTo128, "head dims up to 128", std::max(p.qk_dim, p.v_dim) <= 128)                                 \
   FEATURE(kUnrounded, "a differentiated scale", p.output_dtype() != p.dtype)
 
 // Features of the problem in tiles of `rows` queries, on `target`.

@@ -10,43 +10,47 @@ namespace {
 
 // --- Tiles ---
 
-// The features that Hopper's kernels support. All other features, including new ones, use Ampere's kernels. A
-// table row excludes further ones. features.h explains slopes, the derivatives of scores.
-constexpr FeatureBits kDerivatives =
-    kScoreSlopes | kUnkeptSlopes | kWideSlopesAndSums | kSlopesNotInP | kGradientsOfScore;
-constexpr FeatureBits kSupported = kPositions | kListed | kMaskMod | kScoreFeatures | kWideBias | kBroadcastBias |
+// The features that Hopper's kernels support. All other features, including new ones, use Ampere's kernels. features.h
+// lists all features, and explains slopes, the derivatives of scores.
+constexpr FeatureBits kDerivatives = kScoreSlopes | kUnkeptSlopes | kSlopesAndSums | kSlopesNotInP | kGradientsOfScore;
+constexpr FeatureBits kSupported = kPositions | kListed | kMaskMod | kScoreFeatures | kF32Bias | kBroadcastBias |
                                    kHeavyMod | kDerivatives | kDropout | kMaskCapDropout | kUnpairedBlocks | kSmallCap |
                                    kHeadDimsUpTo128 | kUnrounded | kPreferences;
 
 // The measurements are in docs/design/forward.md, unless a comment names another page. A row is
 //   {KiB of shared memory, largest head dim, {queries, keys, warpgroups, stages[, with bias tiles]}, not with these}
+// The first row that fits is used. Rows that only a preference excludes (kPreferences in features.h, such as kFewTiles)
+// come last.
 constexpr Row kForward[] = {
     // Tiles of a bias: a float32 bias leaves less shared memory at d = 128. (masks-and-biases.md)
     {227, 64, {128, 128, 2, 2, true}},
-    {227, 128, {128, 128, 2, 2, true}, kWideBias},
+    {227, 128, {128, 128, 2, 2, true}, kF32Bias},
     {227, 128, {128, 96, 2, 2, true}},
-    // Up to d = 64, three or four warpgroups hide each other's softmax. First few keys, then many keys without causal
-    // or local masks.
+    // Up to d = 64, three or four warpgroups hide each other's softmax. This row is for few keys,
     {227, 64, {256, 64, 4, 8}, kAddsToScores | kDropout | kLocal | kManyKeys | kFewTiles},
+    // this one for many keys without a causal or local mask,
     {227, 64, {192, 128, 3, 2}, kAddsToScores | kDropout | kCausal | kLocal | kSoftCap | kFewTiles},
-    // Positions and segments: each warpgroup visits its own range of keys. With enough keys this is up to 1.89 times as
-    // fast for packed sequences. A soft cap gains 2%, and 8% with a causal mask.
+    // this one for causal and local masks, with which each warpgroup visits its own range of keys: up to 1.89 times as
+    // fast for packed sequences. It is also for a soft cap, which gains 2%, and 8% with a causal mask.
     {227, 64, {256, 64, 4, 8}, kAddsToScores | kDropout | kListed | kLongCausal | kFewTiles},
-    // Block masks, and long causal sequences. Then a light score_mod.
+    // This row is for block masks and long causal sequences,
     {227, 64, {192, 128, 3, 2}, kAddsToScores | kDropout | kLocal | kSoftCap | kFewTiles},
+    // and this one for a light score_mod.
     {227, 64, {192, 112, 3, 2}, kBias | kHeavyMod | kDropout | kLocal | kFewTiles},
-    // Few tiles. In the second table row, each pair of warpgroups shares 64 queries and divides the keys.
+    // Few tiles.
     {227, 64, {128, 128, 2, 3}, kAddsToScores | kDropout | kLocal | kListed},
+    // The same with a window or a block mask. Two warpgroups share 64 queries, and each has half of the keys.
     {227, 64, {128, 128, 4, 4}, kAddsToScores | kDropout | kSegments | kMaskMod},
-    // Dropout: 176 keys are 8% faster with 1024 queries and keys. Then a causal mask. (dropout.md)
+    // Dropout without a causal mask: 176 keys are 8% faster with 1024 queries and keys. (dropout.md)
     {227, 64, {128, 176, 2, 2}, kAddsToScores | kSoftCap | kCausal | kLocal | kListed},
+    // Dropout with a causal mask.
     {227, 64, {256, 64, 4, 8}, kAddsToScores | kSoftCap | kLengths | kQueryOffset | kListed | kFewTiles},
-    // All others; a bias or a score_mod, entry by entry, leaves room for fewer keys.
+    // All others. A bias or a score_mod that is added entry by entry leaves room for fewer keys.
     {227, 64, {128, 128, 2, 3}, kAddsToScores},
     {227, 64, {128, 96, 2, 3}},
     // d = 96: +9%. A window, segments or dropout would lose 6 to 14%.
     {227, 96, {192, 96, 3, 2}, kAddsToScores | kDropout | kLocal | kFewTiles},
-    // Wider heads: the most keys that registers and shared memory have room for.
+    // Above: the most keys that registers and shared memory have room for.
     {227, 128, {128, 128, 2, 2}, kBias | kHeavyMod},
     {227, 128, {128, 96, 2, 2}, kAddsToScores},
     {227, 128, {128, 64, 2, 2}},
@@ -74,16 +78,17 @@ constexpr Row kBackward[] = {
     // errors of log P by the cap, so the cap must not be small. (masks-and-biases.md)
     {227, 64, {128, 128, 2, 2}, kAddsToScores | kSmallCap | kMaskCapDropout},
     {227, 64, {64, 128, 2, 2, true}},
-    {227, 128, {64, 128, 2, 2, true}, kWideBias | kWideSlopesAndSums},
-    // Wide heads recompute the slopes as well, if there is a block mask. Narrower heads keep them.
+    {227, 128, {64, 128, 2, 2, true}, kF32Bias | kSlopesAndSums},
     {227, 96, {64, 128, 2, 2}},
-    {227, 128, {64, 128, 2, 2}, kSmallCap | kWideSlopesAndSums},
-    // Pairs of CTAs (hopper/backward_pairs.cuh) are only for wide heads. Their warpgroups exchange P, so the slopes
-    // must be in P.
+    // Above d = 96, slopes are recomputed with a block mask, too, so the cap must not be small.
+    {227, 128, {64, 128, 2, 2}, kSmallCap | kSlopesAndSums},
+    // Above d = 128, pairs of CTAs share dQ (hopper/backward_pairs.cuh). Their warpgroups exchange P, so the slopes
+    // must
+    // be in P.
     {227, 256, {64, 64, 2, 2}, kHeadDimsUpTo128 | kUnpairedBlocks | kSmallCap | kSlopesNotInP},
 };
 
-// TF32. Slopes would be kept in 16 bits. (tf32.md)
+// TF32 (tf32.md). Slopes are excluded, because the kernels would keep them in 16 bits.
 constexpr Row kBackwardF32[] = {
     {227, 64, {64, 128, 2, 2}, kSoftCap | kBias | kScoreSlopes},
     {227, 128, {64, 64, 2, 1}, kSoftCap | kAddsToScores},
@@ -99,12 +104,12 @@ constexpr Row kTangent[] = {
     {227, 128, {128, 64, 2, 2}},
 };
 
-// dbias, with tiles of the bias if TMA can load them. Windows, segments and a soft cap would leave wide tiles too few
-// registers.
+// dbias, with tiles of the bias if TMA can load them. Windows, segments and a soft cap would leave tiles of 128 keys
+// too few registers.
 constexpr FeatureBits kSupportedBias = kSupportedBackward & ~(kBroadcastBias | kScoreMod);
 constexpr Row kBackwardBias[] = {
     {227, 64, {128, 128, 2, 4}, kLocal | kSoftCap},
-    {227, 128, {128, 128, 2, 3}, kLocal | kSoftCap | kWideBias},
+    {227, 128, {128, 128, 2, 3}, kLocal | kSoftCap | kF32Bias},
     {227, 128, {128, 128, 2, 2}, kLocal | kSoftCap},
     {227, 128, {128, 64, 2, 4}},
 };
@@ -121,7 +126,7 @@ const Rows& RowsOf(const Problem& p, Pass pass) {
 // The tilings that fit. Empty if none do, or if the GPU is not Hopper.
 Tilings TilingsOf(const Rows& rows, const Target& target, const Problem& p) {
   Tilings tilings;
-  if (!target.hopper || HasCalledScoreMod(p)) return tilings;
+  if (!target.hopper || ScoreModIsNotInlined(p)) return tilings;
   for (const TileSizes& tile : Candidates(rows, target, p, /*may_divide_blocks=*/false))
     tilings.push_back({Family::kHopper, tile.rows, tile.cols, tile.groups, tile.stages, tile.bias_tiles});
   return tilings;
@@ -129,42 +134,47 @@ Tilings TilingsOf(const Rows& rows, const Target& target, const Problem& p) {
 
 // --- Variants of the backward ---
 
-constexpr int64_t kMaxListedRows = 2048;  // the longest list of a backward with fused row kernels
-constexpr int64_t kLongHead = 1 << 23;    // entries of Q and dO: 16 MB. With 16 MB of f32 dQ, half of 60 MB of L2
+// The longest list of a kv tile with which FusesRows fuses the row kernels.
+constexpr int64_t kMaxListedRows = 2048;
+// A head with this many entries of Q and dO is long: they have 16 MB, and dQ in f32 has another 16 MB. Together this is
+// half of the L2, which has 60 MB.
+constexpr int64_t kLongHead = 1 << 23;
 
 // Would more than a sixth of the GPU's time be idle with the backward's kv tiles? A CTA takes causal tiles two at a
 // time, a long one and a short one (StaticSchedule).
 bool LeavesIdle(const Target& target, const Problem& p) {
-  const int64_t items = DivideUp(p.batch * p.kv_heads * DivideUp(p.kv_len, kPairedKeys), p.mask.is_causal ? 2 : 1);
+  const int64_t items = DivideUp(p.batch * p.kv_heads * DivideUp(p.kv_len, kBackwardKeys), p.mask.is_causal ? 2 : 1);
   return 6 * items < 5 * RoundUp(items, target.multiprocessors);
 }
 
-// Should the backward fuse the row kernels before and after it (hopper/backward_fused_rows.cuh)?
+// Should the backward fuse the row kernels before and after it (hopper/backward_fused_rows.cuh)? The three idle warps
+// of each CTA do their work.
 bool FusesRows(const Target& target, const Problem& p) {
   const Features has = FeaturesOf(p);
-  const bool few = p.batch * p.q_heads * DivideUp(p.q_len, kRowBlock) <= 3 * target.multiprocessors;
+  const bool all_rows_at_once = p.batch * p.q_heads * DivideUp(p.q_len, kRowBlock) <= 3 * target.multiprocessors;
   const bool listed = has.Any(kListed), dropout = has.Any(kDropout);
-  const bool narrow = std::max(p.qk_dim, p.v_dim) <= 64;
-  // With a block mask, upper bounds from the sizes of its lists without headers: the keys that a row sees, and the rows
-  // that see a kv tile.
+  const bool up_to_64 = std::max(p.qk_dim, p.v_dim) <= 64;
+  // Upper bounds: of the keys that a row sees, and with a block mask of the rows that see a kv tile. The longest lists
+  // have these sizes, with their headers.
   const int64_t keys = listed ? (p.mask.row_list_size - kListHeader) * p.mask.kv_block : p.kv_len;
-  const bool long_lists = listed && (p.mask.column_list_size - kListHeader) * p.mask.q_block > kMaxListedRows;
+  const int64_t listed_rows = listed ? (p.mask.column_list_size - kListHeader) * p.mask.q_block : 0;
 
-  // Three warps of each CTA must keep up with the consumers. They do if they prepare all rows at the same time, or if
-  // rows have enough keys, absolutely and relative to the number of rows.
-  if (!few && (keys < 512 || p.q_len > 2 * p.kv_len)) return false;
+  // The idle warps must keep up with the consumers. They do if they prepare all rows at the same time, or if rows have
+  // enough keys, absolutely and relative to the number of rows.
+  if (!all_rows_at_once && (keys < 512 || p.q_len > 2 * p.kv_len)) return false;
   // Registers: at most two of causal, window, segments, lengths, query offset, dropout, and dlogsumexp with dropout.
   if (has.Count(kPositions) + (dropout ? 1 + p.dlogsumexp : 0) > 2) return false;
-  // Registers: wide heads that may have empty rows, if there are gradients of rows and of the logsumexp.
-  if (p.gradients_of_rows() && p.dlogsumexp && !narrow && p.may_empty_rows) return false;
-  // Block masks: only without position masks and shared keys, and with dropout only narrow heads. Their lists are taken
-  // head by head, so a long list would delay later heads.
-  if (listed && (p.group() > 1 || has.Any(kPositionMasks) || long_lists || (dropout && !narrow))) return false;
-  // Registers: dropout with a window or segments, or with narrow heads that share keys.
-  if (dropout && (has.Any(kLocal) || (p.group() > 1 && narrow))) return false;
-  // With fused rows, query heads that share keys are computed one by one, and dK and dV are added in f32. With all
-  // heads in one pass, too many would be in progress. That is only worthwhile with few tiles, or if large groups share
-  // keys and the rows that see them do not fit into L2.
+  // Registers: head dims above 64 with the gradient of sinks, a cotangent of the logsumexp, and rows that may be empty.
+  if (p.gradients_of_rows() && p.dlogsumexp && !up_to_64 && p.may_empty_rows) return false;
+  // Block masks: only without position masks and shared keys, and with dropout only up to head dim 64. Their lists are
+  // taken head by head, so a long list would delay later heads.
+  if (listed && (p.group() > 1 || has.Any(kPositionMasks) || listed_rows > kMaxListedRows || (dropout && !up_to_64)))
+    return false;
+  // Registers: dropout with a window or segments, or up to head dim 64 with shared keys.
+  if (dropout && (has.Any(kLocal) || (p.group() > 1 && up_to_64))) return false;
+  // With fused rows, query heads that share keys are computed one by one, and their dK and dV are added in f32.
+  // Otherwise too many heads would be in progress. One by one is only worthwhile with few tiles, or if large groups
+  // share keys and the rows that see them do not fit into L2.
   const bool long_heads = p.q_len * (p.qk_dim + p.v_dim) >= kLongHead && p.kv_len <= p.q_len && !has.Any(kLocal);
   const bool one_by_one = LeavesIdle(target, p) || (long_heads && p.group() >= 4);
   if (p.group() > 1 && !one_by_one) return false;
@@ -175,7 +185,8 @@ bool FusesRows(const Target& target, const Problem& p) {
 
 // Should a kv tile loop over q tiles first, and for each over the query heads of a group? With large groups, the rows
 // that concurrent CTAs read would otherwise not fit into L2. With a window or segments, a kv tile has few rows, which
-// stay in L2 anyway, and looping head by head is 5 to 12% faster.
+// stay in L2 anyway, and looping head by head is 5 to 12% faster. The loop over the lists of a block mask has no such
+// variant.
 bool InterleavesHeads(const Problem& p) {
   const Features has = FeaturesOf(p);
   return has.Any(kCausal) && p.group() > 4 && !has.Any(kListed | kLocal);
@@ -183,7 +194,7 @@ bool InterleavesHeads(const Problem& p) {
 
 // --- Launches ---
 
-// At most one CTA for each SM.
+// The launch of a main kernel, with at most one CTA for each SM.
 Launch MainLaunch(const std::string& entry, int unit, const KernelTiling& tiling, int64_t tiles, Maps maps) {
   Launch launch = {unit, entry, tiles, kWarpgroup * (tiling.groups + 1)};
   launch.persistent = launch.dynamic_shared = true;
@@ -191,7 +202,7 @@ Launch MainLaunch(const std::string& entry, int unit, const KernelTiling& tiling
   return launch;
 }
 
-// The tiles of the output.
+// The number of tiles of the output.
 int64_t Tiles(const Problem& p, const KernelTiling& tiling) { return p.batch * p.q_heads * RowTiles(p, tiling.rows); }
 
 // The number of blocks of kRowBlock rows in scratch, if the backward has tiles of `rows` rows (hopper/row_blocks.cuh).
@@ -215,7 +226,7 @@ BiasWork BiasInParts(const Target& target, const Problem& p, const KernelTiling&
 
 // The number of heads whose kv tiles the backward computes at a time.
 int64_t HeadsAtATime(const Target& target, const Problem& p) {
-  return std::min(p.batch * p.q_heads, target.multiprocessors / DivideUp(p.kv_len, kPairedKeys) + 1);
+  return std::min(p.batch * p.q_heads, target.multiprocessors / DivideUp(p.kv_len, kBackwardKeys) + 1);
 }
 
 // The number of heads with scratch memory, if row kernels are fused: four times the heads that are computed at a time,
@@ -311,7 +322,7 @@ Tilings hopper::OrderedCandidates(const Target& target, const Problem& p) {
 }
 
 std::string hopper::WhyNot(const Target& target, const Problem& p, Pass pass) {
-  if (HasCalledScoreMod(p)) {
+  if (ScoreModIsNotInlined(p)) {
     return "its tiles do not support a score_mod, or its derivative, of more than 32 instructions";
   }
   if (pass == Pass::kTangent && p.dtype == DType::kF32) return "it does not support float32";
@@ -332,7 +343,7 @@ std::string hopper::WhyNotBias(const Target& target, const Problem& p) {
 
 void hopper::AddForward(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan) {
   PrepareMasksByRow(p, plan);
-  const int unit = AddUnit("hopper/forward.cuh", DependsOn::kBothPasses, p, tiling, plan);
+  const int unit = AddUnit("hopper/forward.cuh", DependsOn::kEveryPass, p, tiling, plan);
   AddRowLaunch(target, p, MainLaunch("jax_flash_forward", unit, tiling, Tiles(p, tiling), Maps::kForward), plan);
 }
 
@@ -347,10 +358,10 @@ void hopper::AddBackward(const Target& target, const Problem& p, const KernelTil
   const int unit = AddUnit("hopper/backward.cuh", DependsOn::kMain, p, tiling, plan);
   const int64_t row_blocks = RowBlocks(p, tiling.rows);
   if (!tiling.fused_rows) plan->launches.push_back({unit, "jax_flash_backward_prepare", row_blocks, kRowThreads});
-  const int64_t tiles = RoundUp(p.kv_len_in_blocks(), kPairedKeys) / tiling.cols;
+  const int64_t tiles = RoundUp(p.kv_len_in_blocks(), kBackwardKeys) / tiling.cols;
   const int64_t heads = p.batch * (tiling.fused_rows ? p.q_heads : p.kv_heads);
   Launch launch = MainLaunch("jax_flash_backward", unit, tiling, heads * tiles, Maps::kBackward);
-  if (!FeaturesOf(p).Any(kHeadDimsUpTo128)) launch.cluster = kPairedKeys / tiling.cols;
+  if (!FeaturesOf(p).Any(kHeadDimsUpTo128)) launch.cluster = kBackwardKeys / tiling.cols;
   launch.zero_bytes = ReserveBackward(target, p, tiling, plan);
   plan->launches.push_back(launch);
   if (tiling.sum_kv && (p.dk || p.dv)) {

@@ -17,7 +17,7 @@ int AddMaskUnit(const Problem& p, Plan* plan) {
   any.origin = p.mask.mask_mod.present() && p.origin;
   any.q_len = p.q_len, any.kv_len = p.kv_len;  // not for the cubin, but for the ranges of the programs' integers
   any.mask.q_block = p.mask.q_block, any.mask.kv_block = p.mask.kv_block;
-  return AddUnit("scheduler/mask_blocks.cuh", DependsOn::kBothPasses, any, {Family::kAmpere}, plan);
+  return AddUnit("scheduler/mask_blocks.cuh", DependsOn::kEveryPass, any, {Family::kAmpere}, plan);
 }
 
 // Do partial blocks have bits? They do with a mask operand or a block mask, also in addition to a mask_mod. Otherwise

@@ -26,7 +26,7 @@ void AddSegments(const Problem& p, Plan* plan) {
   };
   plan->scratch.Reserve(&Scratch::q_bounds, bounds(p.q_len));
   plan->scratch.Reserve(&Scratch::kv_bounds, bounds(p.kv_len));
-  const int unit = AddUnit("scheduler/segments.cuh", DependsOn::kBothPasses, any, {Family::kAmpere}, plan);
+  const int unit = AddUnit("scheduler/segments.cuh", DependsOn::kEveryPass, any, {Family::kAmpere}, plan);
   plan->launches.push_back({unit, "jax_flash_segments", blocks, kSegmentThreads});
 }
 
@@ -140,7 +140,7 @@ void AddBackward(const Target& target, const Problem& given, const Choices& choi
     prepared = Family::kAmpere;
   }
   if (separate_dq) {
-    plan->reasons.push_back((HasWideHeads(p) ? "wide heads" : "deterministic") +
+    plan->reasons.push_back((HasWideHeads(p) ? "head dims above 256" : "deterministic") +
                             std::string(": a separate kernel for Ampere and later sums dQ in a fixed order"));
     const Tilings candidates = ampere::QueryCandidates(target, p);
     ampere::AddQuery(p, Chosen(Part::kQuery, candidates, choices, plan), plan);

@@ -95,7 +95,7 @@ struct Backward {
     Accumulator<ScorePart::kHeight, ScorePart::kWidth> S, dP;
     Clear(S);
     AddRowsTimesRows(S, shared.q[stage], part.row, shared.k, part.column);  // 11
-    Cap(p, S);
+    SoftCapTanh(p, S);
     if (!scores.block.Full() || row < rows.every_lo || row + kRows > rows.every_hi)
       scores.ApplyMasks(PositionsOf(p, batch), S);  // 12
     if (kDS) {

@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       scores.RowStatistics(p.d, D);
       Clear(S);
       AddRowsTimesRows(S, shared.q, warp.row, shared.k, warp.column);
-      Cap(p, S);
+      SoftCapTanh(p, S);
       const bool every = keys.every_lo <= column && column + kKeys <= keys.every_hi && row + kRows <= p.q_len;
       if (!every || !scores.block.Full()) scores.ApplyMasks(positions, S);
       scores.ToP<false>(S, minus_l, saved, [](int, int, const float (&)[4]) {});

@@ -52,7 +52,7 @@ struct BackwardQuery {
     Accumulator<kWarpRows, kKeys> S, dP;
     Clear(S);
     AddRowsTimesRows(S, shared.q, row, k, 0, load_next);  // line 11 of Algorithm 4
-    Cap(p, S);
+    SoftCapTanh(p, S);
     if (!scores.block.Full() || !tile.Every(p, column)) scores.ApplyMasks(PositionsOf(p, tile.batch), S);  // 12
     Scores::SavedScores<kWarpRows / 16, kKeys / 8> saved;
     scores.ToP<true>(S, minus_l, saved, [](int, int, const float (&)[4]) {});  // 13, 14

@@ -65,7 +65,7 @@ struct Forward {
       AddRowsTimesRows(S, q, 0, k, 0, load_next);  // 10
     }
     if (Tuning::kLoadsAfter) load_next();
-    Cap(p, S);
+    SoftCapTanh(p, S);
     if (!scores.block.Full() || !tile.Every(p, column)) scores.ApplyMasks(PositionsOf(p, tile.batch), S);  // 11
     if (kWholeScores) scores.ToScores(S);
     ToP(S);            // 12, 13

@@ -63,7 +63,7 @@ struct Scores {
       const int m = i / 4 / kChunks, c = i / 4 % kChunks, r = i % 4;
       float& x = S[m][c][r];
       if (x == -Infinity()) continue;
-      x *= Unit(p);
+      x *= CapOrScale(p);
       if (kBias) x = WithBias(x, score.Bias(Query(m, r / 2), Column(c, r % 2), Member(m, r / 2)));
       x = score.Mod(x, Query(m, r / 2), Column(c, r % 2), Member(m, r / 2));
     }
@@ -93,15 +93,15 @@ struct Scores {
     for (int i = 0; i < 2 * kCount; ++i) x[i / 2][i % 2] = statistics[from + Row(i / 2, i % 2)];
   }
 
-  // With a score_grad, ToDS also needs x, or Cap(x).
+  // With a score_grad, ToDS also needs x, or the result of SoftCapTanh.
   template <int kCount, int kChunks>
   struct SavedScores {
     float x[kScoreGrad ? kCount : 1][kChunks][4];
   };
 
-  // P = exp(s - L) from x, or Cap(x). It calls store(m, c, Z P / keep_scale) for each 16 x 8 entries. S becomes P,
-  // negative where dropped. With kSlope and no score_grad, S becomes P times the slope of the soft cap, dc / d(scale
-  // x).
+  // P = exp(s - L) from x, or the result of SoftCapTanh. It calls store(m, c, Z P / keep_scale) for each 16 x 8
+  // entries. S becomes P, negative where dropped. With kSlope and no score_grad, S becomes P times the slope of the
+  // soft cap, dc / d(scale x).
   template <bool kSlope, int kCount, int kChunks, typename Store>
   __device__ __forceinline__ void ToP(float (&S)[kCount][kChunks][4], const float (&minus_l)[kCount][2],
                                       SavedScores<kCount, kChunks>& saved, Store store) const {
@@ -124,7 +124,7 @@ struct Scores {
           if constexpr (kFormsScores) {
             float s = -Infinity();
             if (x != -Infinity()) {
-              s = kWholeScores ? x * Unit(p) : x;
+              s = kWholeScores ? x * CapOrScale(p) : x;
               if (kSlope && !kScoreGrad) slope = SlopeOf(x);
               if (kScoreGrad) saved.x[m][c][r] = x;
               if (kBias) s = WithBias(s, score.Bias(Row(m, h), Column(c, e)));

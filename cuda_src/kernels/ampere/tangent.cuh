@@ -88,7 +88,7 @@ struct Tangent {
     if (kScoresMove) Clear(S_dot);
     if constexpr (kKeyMoves) AddRowsTimesRows(S_dot, shared.q, row, shared.kv.k_tangent[stage], 0);
     if constexpr (kQueryMoves) AddRowsTimesRows(S_dot, shared.q_tangent, row, k, 0);
-    Cap(p, E);
+    SoftCapTanh(p, E);
     if (!scores.block.Full() || !tile.Every(p, column)) scores.ApplyMasks(PositionsOf(p, tile.batch), E);
     ToE(scores, E, S_dot);
     if constexpr (kScoresMove) {

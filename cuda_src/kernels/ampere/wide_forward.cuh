@@ -86,7 +86,7 @@ struct Forward {
       const auto& k = slices.Next(n);
       AddRowsTimesRows(S, SliceOf(shared.q, n), WarpRow(), k, part);  // 10
     }
-    Cap(p, S);
+    SoftCapTanh(p, S);
     if (!scores.block.Full() || !tile.Every(p, column)) scores.ApplyMasks(PositionsOf(p, tile.batch), S);  // 11
     if (kWholeScores) scores.ToScores(S);
     ToP(S);            // 12, 13

@@ -133,8 +133,7 @@ struct Consumer : Epilogue {
     if (Tuning::kDelayedDQ && !kFirstStep) MbarrierWait(&shared.ds_full[from.index], from.parity);
     if (kDQ && !kFirstStep) IssueDQ(dQ, SharedDSTransposed{shared.ds[from.index]}, half, first_dim);
     if (kDK) IssueGradient<kQKDim>(dK, dS, SharedQ{shared.q[at.index]});
-    // Waits for dV and dQ; only dK may still run.
-    WgmmaWait<kDK && (kFirstStep || (kDQ && kWidth > 0)) ? 1 : 0>();
+    WgmmaWait<kDK ? 1 : 0>();  // for dV and dQ; dK may still run
     Pin(dV);
     if (!kFirstStep) Pin(dQ.C);
     // The step is read again, which takes fewer registers than keeping it: here, or if registers are scarcest, after dQ
@@ -190,7 +189,7 @@ struct Consumer : Epilogue {
   // Tells the threads that add dQ that there are no more tiles.
   __device__ __forceinline__ void EndDQ() {
     WaitForAdders();
-    if (kSecondDQWidth == 0 && warpgroup > 0) return;  // it adds to no dQ
+    if (kSecondDQWidth == 0 && warpgroup > 0) return;  // this warpgroup computes no part of dQ
     for (int i = 0; i < kStages; ++i, at.Next()) PassOn({-1, 0}, at);
   }
 
@@ -213,7 +212,7 @@ struct Consumer : Epilogue {
       if (kFusedRows) TmaWaitAll();
       Release(&shared.k_empty);
       Release(&shared.v_empty);
-      if (kFusedRows && Uniform(tile.batch) < 0) return true;  // an empty tile of Producer::Flush has no dK and dV
+      if (kFusedRows && Uniform(tile.batch) < 0) return true;  // a tile of Producer::Flush: no dK or dV to store
     }
     if (kSumKV || !kStoredInDS) TmaWaitRead<0>();
     if (kOrdered && !kStoredInDS) WaitForAdders();
@@ -243,7 +242,8 @@ __device__ __forceinline__ void Consume(const Params& p, Shared& shared, const T
   if constexpr (kOrdered) consumer.EndDQ();
   if (!kFusedRows) return;
   SyncConsumers();
-  const int last = consumer.TileHere().item_head;  // no later tile lets the producer report this one
+  // The producer reports a tile of this CTA when it loads a later one. After the last tile it loads none.
+  const int last = consumer.TileHere().item_head;
   FenceProxyAsyncGlobal();
   Count(p.added + last, threadIdx.x == kWarpgroup && last >= 0);
 }

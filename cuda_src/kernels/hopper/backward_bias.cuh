@@ -138,12 +138,12 @@ struct Consumer {
     const Score score(p, step.batch, step.head);
     const View<false> view = ViewOf(tile);
     if (kBiasTiles) MbarrierWait(&shared.bias_full[bias.index], bias.parity);
-    Cap(p, S);
+    SoftCapTanh(p, S);
 #pragma unroll
     for (int i = 0; i < kKeys / 2; ++i) {
       if (Tuning::kBiasInParts && i % 8 == 0 && OpaqueFalse()) return;
       const int h = i / 2 % 2, x = i / 4 * 2 + i % 2;
-      S[i] = kBiasTiles ? S[i] * Unit(p) : score.Of(S[i], view.Row(h, x), view.Key(h, x));
+      S[i] = kBiasTiles ? S[i] * CapOrScale(p) : score.Of(S[i], view.Row(h, x), view.Key(h, x));
     }
 #pragma unroll
     for (int c = 0; kBiasTiles && c < kKeys; c += 16)

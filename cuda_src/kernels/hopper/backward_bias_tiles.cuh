@@ -77,7 +77,7 @@ struct Shared {
   DBiasTile tile[kStages];         // the step's tile of dbias; column < 0: no more tiles
   uint64_t full[kStages], empty[kStages];
   uint64_t bias_full[kBiasStages], bias_empty[kBiasStages];
-  LandingBarrier uncleared;  // counts loads of V that the producer clears
+  ClearingBarrier uncleared;  // for loads of V with rows that the producer clears
 };
 static_assert(sizeof(Shared) <= kMaxShared);
 

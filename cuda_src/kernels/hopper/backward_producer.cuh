@@ -208,29 +208,28 @@ struct Producer {
 
     const SharedV v{shared.v};
     MbarrierWait(&shared.v_empty, kv_parity ^ 1);
-    uint64_t* const v_landed = own < kKeys ? &shared.uncleared[0].barrier : &shared.v_full;
-    MbarrierArriveExpectTx(v_landed, v.kBytes);
-    for (int b = 0; b < kVBoxes; ++b) load(v.Box(b), v_map, v_landed, b * kBoxColumns, tile.first_key);
+    uint64_t* const v_arrived = own < kKeys ? &shared.uncleared[0].barrier : &shared.v_full;
+    MbarrierArriveExpectTx(v_arrived, v.kBytes);
+    for (int b = 0; b < kVBoxes; ++b) load(v.Box(b), v_map, v_arrived, b * kBoxColumns, tile.first_key);
 
     MbarrierWait(&shared.k_empty, kv_parity ^ 1);
     const int added = Unreported();
     shared.tile[kv_parity] = tile;
-    uint64_t* const k_landed = own < kKeys || other < kKeys ? &shared.uncleared[1].barrier : &shared.k_full;
+    uint64_t* const k_arrived = own < kKeys || other < kKeys ? &shared.uncleared[1].barrier : &shared.k_full;
     const SharedK k{kTF32SameKeys ? shared.staging : kTF32 ? shared.ds[0] : shared.k};
-    // With kPairs, see below.
+    // With kPairs: K of both CTAs in the columns of this CTA's half of dQ, and K of its own keys in the other columns.
     const SharedHalfK own_half{shared.k}, other_half{own_half.Box(kHalfBoxes)}, rest_of_k{shared.staging};
     if (kPairs) {
-      // K of both CTAs in the columns of this CTA's half of dQ, and K of its own keys in the other columns.
       const int half = ClusterRank() * kHalfColumns, rest = kHalfColumns - half;
-      MbarrierArriveExpectTx(k_landed, 3 * SharedHalfK::kBytes);
+      MbarrierArriveExpectTx(k_arrived, 3 * SharedHalfK::kBytes);
       for (int b = 0; b < kHalfBoxes; ++b) {
-        load(own_half.Box(b), k_map, k_landed, half + b * 64, tile.first_key);
-        load(other_half.Box(b), k_map, k_landed, half + b * 64, tile.first_key ^ kKeys);
-        load(rest_of_k.Box(b), k_map, k_landed, rest + b * 64, tile.first_key);
+        load(own_half.Box(b), k_map, k_arrived, half + b * 64, tile.first_key);
+        load(other_half.Box(b), k_map, k_arrived, half + b * 64, tile.first_key ^ kKeys);
+        load(rest_of_k.Box(b), k_map, k_arrived, rest + b * 64, tile.first_key);
       }
     } else {
-      MbarrierArriveExpectTx(k_landed, sizeof(shared.k));
-      for (int b = 0; b < kQKBoxes; ++b) load(k.Box(b), k_map, k_landed, b * kBoxColumns, tile.first_key);
+      MbarrierArriveExpectTx(k_arrived, sizeof(shared.k));
+      for (int b = 0; b < kQKBoxes; ++b) load(k.Box(b), k_map, k_arrived, b * kBoxColumns, tile.first_key);
     }
 
     if (own < kKeys) {
@@ -259,8 +258,8 @@ struct Producer {
     const int64_t statistics = int64_t(step.row_block) * kRowBlock;
     const bool clears = kEmptyRows && (hides || kBias || kScoreMod) &&
                         shared.empty_rows.Read(p.empty_rows + step.row_block * (kRowBlock / 32));
-    uint64_t* const q_landed = clears ? &shared.uncleared[0].barrier : &shared.q_full[stage];
-    uint64_t* const do_landed = clears ? &shared.uncleared[1].barrier : &shared.do_full[stage];
+    uint64_t* const q_arrived = clears ? &shared.uncleared[0].barrier : &shared.q_full[stage];
+    uint64_t* const do_arrived = clears ? &shared.uncleared[1].barrier : &shared.do_full[stage];
     const auto clear_q = [&] {
       shared.uncleared[0].Wait();
       shared.empty_rows.Clear(SharedQ{shared.q[stage]}, &shared.q_full[stage]);
@@ -268,19 +267,19 @@ struct Producer {
 
     MbarrierWait(&shared.q_empty[stage], parity ^ 1);
     shared.step[stage] = step;
-    MbarrierArriveExpectTx(q_landed, sizeof(shared.q[0]) + sizeof(shared.minus_l[0]) + kBiasTile);
-    SharedQ{shared.q[stage]}.Load(q_map, q_landed, step.row, step.head, batch);
-    if (kBiasTiles) LoadBiasTile(p, shared.bias[stage], bias_map, q_landed, step.row, first_key, step.head, batch);
-    BulkLoad(shared.minus_l[stage][0], p.logsumexp + statistics, kRows * 4, q_landed);
+    MbarrierArriveExpectTx(q_arrived, sizeof(shared.q[0]) + sizeof(shared.minus_l[0]) + kBiasTile);
+    SharedQ{shared.q[stage]}.Load(q_map, q_arrived, step.row, step.head, batch);
+    if (kBiasTiles) LoadBiasTile(p, shared.bias[stage], bias_map, q_arrived, step.row, first_key, step.head, batch);
+    BulkLoad(shared.minus_l[stage][0], p.logsumexp + statistics, kRows * 4, q_arrived);
     if (kSeparateMaximum)
-      BulkLoad(shared.minus_l[stage][kSeparateMaximum], p.maximum + statistics, kRows * 4, q_landed);
+      BulkLoad(shared.minus_l[stage][kSeparateMaximum], p.maximum + statistics, kRows * 4, q_arrived);
     if (kStages == 1 && clears) clear_q();  // dO may have no buffer until consumers have read this Q
 
     MbarrierWait(&shared.do_empty[stage], parity ^ 1);
     if (kTF32) shared.more[stage] = true;
-    MbarrierArriveExpectTx(do_landed, sizeof(shared.d_o[0]) + kRows * 4);
-    SharedDO{shared.d_o[stage]}.Load(do_map, do_landed, step.row, step.head, batch);
-    BulkLoad(shared.d[stage], p.d + statistics, kRows * 4, do_landed);
+    MbarrierArriveExpectTx(do_arrived, sizeof(shared.d_o[0]) + kRows * 4);
+    SharedDO{shared.d_o[stage]}.Load(do_map, do_arrived, step.row, step.head, batch);
+    BulkLoad(shared.d[stage], p.d + statistics, kRows * 4, do_arrived);
     if (kStages > 1 && clears) clear_q();
     if (clears) {
       shared.uncleared[1].Wait();

@@ -11,11 +11,11 @@ namespace jax_flash::hopper::backward {
 enum NamedBarrier {
   kConsumersBarrier = 1,
   kWarpgroupBarrier = 2,  // and 3: one for each warpgroup
-  // If both warpgroups have the same keys: P is in shared memory; P has been read.
+  // If both warpgroups have the same keys: P is in shared memory, and P has been read.
   kPFull = 4,
   kPRead = 5,
-  // TF32: dS has been read (7 for the second warpgroup). If both have the same keys, 7 means that dS is in shared
-  // memory.
+  // TF32: dS has been read, and it is in shared memory. If the warpgroups have different keys, kDSFree and the number
+  // after it mean that the dS of the first or the second warpgroup has been read.
   kDSFree = 6,
   kDSFull = 7
 };

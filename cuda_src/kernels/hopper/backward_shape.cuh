@@ -16,7 +16,7 @@ constexpr bool kPairs = kQKDim > 128 || kVDim > 128;  // do pairs of CTAs share 
 constexpr bool kSameKeys = kPairs || (kTF32 && kKeys == 64);
 static_assert(kSameKeys ? kRows == 64 && kKeys == 64 : (kRows == 64 || kRows == 128) && kKeys == 128);
 constexpr int kCluster = kPairs ? 2 : 1;  // CTAs with neighbouring keys and the same tiles of Q
-static_assert(!kPairs || kKeys * kCluster == kPairedKeys);
+static_assert(!kPairs || kKeys * kCluster == kBackwardKeys);
 static_assert(kRows <= kRowPadding && kKeys <= kRowPadding);
 
 constexpr int kConsumers = 2;  // warpgroups

@@ -28,7 +28,7 @@ struct Probabilities : Products {
 
   // Replaces S^T by scores s^T, entry by entry. Leaves slopes in the registers of dS.
   __device__ __forceinline__ void ToScores(const KVTile& tile, const Step& step) {
-    Cap(p, S);
+    SoftCapTanh(p, S);
 #pragma unroll
     for (int i = 0; kSoftCap && Tuning::kKeepsSlopes && i < kRows / 4; ++i) dS[i] = PackSlopes(S[2 * i], S[2 * i + 1]);
     if (kBiasTiles) AddBias();
@@ -38,7 +38,7 @@ struct Probabilities : Products {
   // Adds the tile of the bias, which was loaded with Q.
   __device__ __forceinline__ void AddBias() {
 #pragma unroll
-    for (int i = 0; i < kRows / 2; ++i) S[i] *= Unit(p);
+    for (int i = 0; i < kRows / 2; ++i) S[i] *= CapOrScale(p);
 #pragma unroll
     for (int c = 0; c < kRows; c += 16)
       AddBiasTile<true>(shared.bias[at.index] + c * kBoxBytes, key_offset + 16 * warp, S + c / 2);

@@ -187,9 +187,9 @@ struct Consumer : CommonConsumer {
     Clear(dV);
     if (!NextTile()) return false;
     const KVTile& tile = TileHere();
-    const SharedK landed{shared.ds[0]};
-    LoadKeys(K, landed);
-    TransposeK(landed);
+    const SharedK arrived{shared.ds[0]};
+    LoadKeys(K, arrived);
+    TransposeK(arrived);
     if (Uniform(tile.steps) > 0) {
       while (ComputeStep(tile)) continue;
     } else {

@@ -25,9 +25,9 @@ struct ConsumerOfP : CommonConsumer {
     Clear(dV);
     if (!NextTile()) return false;
     const KVTile& tile = TileHere();
-    const SharedK landed{shared.staging};
-    LoadKeys(K, landed);
-    TransposeK(landed);
+    const SharedK arrived{shared.staging};
+    LoadKeys(K, arrived);
+    TransposeK(arrived);
     if (Uniform(tile.steps) > 0) {
       FreeDS();
       ComputeSteps(tile);

@@ -10,8 +10,8 @@
 
 namespace jax_flash::hopper::backward {
 
-// With kPairs: the columns of a CTA's half of dQ, and the wgmma steps and boxes of these columns of K. The second box
-// may have further columns, which are not used.
+// With kPairs: the columns of a CTA's half of dQ, and the wgmma steps and boxes of these columns of K. The last box may
+// have further columns, which are not used.
 constexpr int kHalfColumns = (kQKDim / 2 + 15) / 16 * 16, kHalfSteps = kHalfColumns / 16;
 constexpr int kHalfBoxes = Boxes(kHalfColumns);
 constexpr int kQKBoxes = Boxes(kPairs ? 2 * kHalfColumns : kQKDim);
@@ -44,7 +44,9 @@ constexpr int kRowsBytes = kFusedBoxRows * 64 * 4;
 // A tile of K and V.
 struct KVTile {
   int first_key, head, batch;  // first_key < 0: there are no more tiles; batch < 0: an empty tile (Producer::Flush)
-  int item_head;  // index among the heads of all batch entries, of Q with kFusedRows; < 0: nothing to report in p.added
+  // With kFusedRows: the index in p.added of the head to whose dQ the tile adds; < 0: this has been reported there, or
+  // there is nothing to report (backward_fused_rows.cuh).
+  int item_head;
   int steps;  // the number of q tiles, over all its heads, that see it; with a block mask only whether there are any
 };
 
@@ -78,7 +80,8 @@ constexpr int kSumBytes = 8 * 16 * kBoxColumns * 4;  // 16 rows of a box of dK o
 constexpr int kStagingBytes = kPairs ? kRows * kKeys * 4 : kSumKV ? kSumBytes : kRows * kQKDim * 4;
 
 struct Shared {
-  // With kPairs: K of both CTAs in the columns of a half. TF32: K^T; K arrives in ds, or with kSameKeys in staging.
+  // With kPairs: K of both CTAs, only the columns of this CTA's half of dQ. TF32: K^T, transposed from K in ds, or with
+  // kSameKeys in staging.
   alignas(1024) uint8_t k[kPairs ? 2 * SharedHalfK::kBytes : SharedK::kBytes];
   alignas(1024) uint8_t v[kTF32SameKeys ? 2 * kDSBytes : SharedV::kBytes];  // with kTF32SameKeys later dS and P
   alignas(1024) uint8_t q[kStages][SharedQ::kBytes];
@@ -86,8 +89,8 @@ struct Shared {
   // dS^T, in boxes of [keys][64 rows]; with kPairs, buffers of this CTA's and of the other CTA's. TF32: first K before
   // it is transposed, then dS, in boxes of [rows][32 keys].
   alignas(1024) uint8_t ds[kTF32 ? 1 : kPairs ? 2 * kDSBuffers : 2][kTF32SameKeys ? 1 : kDSBytes];
-  // dQ in f32 before it is added to HBM; at the end dK, if dV and dK do not fit into ds. With kPairs: first half of K,
-  // then P on its way from one warpgroup to the other.
+  // dQ in f32 before it is added to HBM; at the end dK, if dV and dK do not fit into ds. With kPairs: at the start of a
+  // kv tile the columns of K that only S needs, later P on its way from one warpgroup to the other.
   alignas(1024) uint8_t
       staging[(kStagingBytes > SharedK::kBytes || kPairs ? kStagingBytes : SharedK::kBytes) * (kOrdered ? 2 : 1)];
   // With kPairs, if dQ is one step behind: dQ in f32 before it is added to HBM.
@@ -109,8 +112,8 @@ struct Shared {
   alignas(kFusedRows ? 1024 : 1) uint8_t rows[3][2][kFusedRows ? kRowsBytes : 1];
   alignas(16) uint8_t zeros[kFusedRows ? kRowsBytes : 1];
   uint64_t rows_full[3][2];
-  LandingBarrier uncleared[2];  // count loads of Q or V, and of dO or K, that the producer clears
-  EmptyRows<kRows> empty_rows;  // in the tile that the producer loads
+  ClearingBarrier uncleared[2];  // for loads with rows that the producer clears: [0] of Q or V, [1] of dO or K
+  EmptyRows<kRows> empty_rows;   // in the tile that the producer loads
   // TF32: the transposes of Q and dO.
   uint64_t q_t_full, q_t_empty, do_t_full, do_t_empty;
   bool more[kTF32 ? kStages : 1];  // comes with dO; false: there are no more steps

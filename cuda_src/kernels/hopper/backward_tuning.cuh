@@ -13,8 +13,9 @@ struct Tuning {
   static constexpr bool kHeadDimsUpTo64 = kQKDim <= 64 && kVDim <= 64;  // dK and dV need few registers
 
   // Registers per thread. The three warpgroups have 504 together. The producer needs more for a block mask with other
-  // masks or with large tiles, for tiles of a bias, and for warps that transpose, with 32 entries in each lane. Large
-  // tiles with a soft cap leave it the fewest.
+  // masks or with large tiles, for tiles of a bias, and for warps that transpose, with 32 entries in each lane. It has
+  // the fewest if the consumers need the most: with a soft cap and large tiles, or a soft cap and a bias above head dim
+  // 64.
   static constexpr bool kBusyProducer =
       kTF32 || (kHeadDimsUpTo64 && kTiling.bias_tiles) || (!kPairs && kListed && (kRows == 128 || kCausal || kLocal));
   static constexpr int kProducerRegisters = kBusyProducer ? 56
@@ -28,8 +29,8 @@ struct Tuning {
   // The slopes of the soft cap, or of a score_mod if they depend on the score, are kept in the registers of dS. P is
   // multiplied by them after the operand of dV has been packed (kSlopesInP). In two cases dS is multiplied instead:
   // if slopes may be negative while the sign of P marks dropped entries, and if gradients of captured arrays are sums
-  // of dS without slopes. Pairs, and block masks with wide heads, have no registers for the slopes of a soft cap. They
-  // recompute them from P = exp(s - L).
+  // of dS without slopes. Pairs, and block masks above head dim 96, have no registers for the slopes of a soft cap.
+  // They recompute them from P = exp(s - L).
   static constexpr bool kRecomputesSlopes =
       kSoftCap && !kAddsToScores && (kRows == 128 || kPairs || (kListed && kQKDim > 96));
   static constexpr bool kKeepsSlopes = (kSoftCap && !kRecomputesSlopes) || kScoreSlopes;
@@ -40,16 +41,17 @@ struct Tuning {
   static constexpr bool kInitializesS = kRows == 64 && !(kTF32 && kSameKeys),
                         kStartsAtL = kInitializesS && !kFormsScores;
 
-  // Scores that are formed entry by entry need registers. So the product for dP starts late, ...
+  // Scores that are formed entry by entry need registers. So the product for dP starts late,
   static constexpr bool kLateDP = kFormsScores && kRows == 64 && !kHeadDimsUpTo64;
-  // ... masks in memory are loaded after S (also with these masks and wide heads), ...
+  // masks in memory are loaded after S (above head dim 96 also for other scores, with a causal or local mask),
   static constexpr bool kLateMaskFetch = kLateDP || (kRows == 64 && kQKDim > 96 && (kCausal || kLocal));
-  // (with a block mask and 128 rows, loaded bits are packed immediately; a mask_mod is evaluated while the tensor cores
-  // compute)
-  static constexpr bool kEarlyPackBits = kListed && kRows == 128, kEarlyCombineMasks = kMaskMod;
-  // ... and a bias, or an array that a score_mod captures, is loaded a few entries at a time.
+  // and a bias, or an array that a score_mod captures, is loaded a few entries at a time.
   static constexpr bool kBiasInParts =
       kAddsToScores && !kTiling.bias_tiles && (kPairs || (kBias && (kSoftCap || (kListed && kDropout && kQKDim > 96))));
+
+  // With a block mask and 128 rows, loaded bits are packed immediately. A mask_mod is evaluated while the tensor cores
+  // compute.
+  static constexpr bool kEarlyPackBits = kListed && kRows == 128, kEarlyCombineMasks = kMaskMod;
 
   // Is dQ computed one step behind? Then no warpgroup waits for the dS of another, and one can multiply while the other
   // computes exponentials. These features leave no registers for it.
@@ -67,8 +69,8 @@ struct Tuning {
   // Is the second read of the step, which saves registers, after the addition of dQ?
   static constexpr bool kLateStepReread = kRows == 128 || kListed;
 
-  // Are positions and segments skipped in tiles that are masked only by the bits of their block? Dropout and a bias
-  // leave wide heads no registers for that.
+  // Are positions and segments skipped in tiles that are masked only by the bits of their block? Above head dim 96,
+  // dropout or a bias leaves no registers for that.
   static constexpr bool kOnlyBlockBits = kListed && (kPairs || kQKDim <= 96 || !(kDropout || kBias));
 
   // Do all threads commit the stores of dV and dK, although only one of them stores? The commit is free, but ptxas then
@@ -82,17 +84,17 @@ struct Tuning {
   static constexpr bool kLateScale =
       !kFormsScores && !kFusedRows && kRows == 64 && kListed && kQKDim > 96 && !kDropout && !kCausal && !kLocal;
 
-  // Code must not move ahead of the exponentials after the masks, ...
+  // Code must not move ahead of the exponentials after the masks,
   static constexpr bool kStopAfterMask = (kPairs && !kBias && (kSoftCap || kSegments || kDropout || kMoreThanCausal)) ||
                                          ((kScoreMod || (kMaskMod && kSoftCap)) && !kHeadDimsUpTo64);
-  // ... of the exponentials of the second half of the rows, which would load their L earlier, ...
+  // of the exponentials of the second half of the rows, which would load their L earlier,
   static constexpr bool kStopInSoftmax =
       kRows == 128 ? kDropout && !kFusedRows
                    : kQKDim > 96 && !kTF32 &&
                          (kTiling.bias_tiles || (kBias && kSoftCap) || (kListed && !kBias && (kSoftCap || !kDropout)));
-  // ... of dropout's random words, ...
+  // of dropout's random words,
   static constexpr bool kStopBeforeZ = kDropout && (kFormsScores || kMaskMod);
-  // ... or of the last of these words.
+  // or of the last of these words.
   static constexpr bool kStopInZ = kDropout && kRows == 128;
 };
 

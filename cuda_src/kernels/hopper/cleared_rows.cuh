@@ -33,7 +33,7 @@ __device__ __forceinline__ void ClearRowsFrom(SharedTile<kRows, kBoxes> tile, in
 }
 
 // The barrier for the loads of a tile that must be cleared, one tile at a time.
-struct LandingBarrier {
+struct ClearingBarrier {
   uint64_t barrier;
   uint32_t parity;  // in shared memory, because the producer has no free register
 

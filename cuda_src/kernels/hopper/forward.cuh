@@ -52,11 +52,11 @@ struct Consumer : Epilogue {
     if (kBiasTiles) AddBias();  // 11
     FinishS(last);              // releases K, and after the last tile Q
     if (kMasked && kMasksInMemory && !Tuning::kEarlyCombineMasks) {
-      if (OpaqueFalse()) return;  // otherwise ptxas moves the wait for the masks ahead of PassTurn
+      if (OpaqueFalse()) return;  // never taken: otherwise ptxas moves the wait for the masks ahead of PassTurn
       CombineMasks(tile, j, only_bits);
     }
-    // 11. Skipped if no score changes, and the tile has no mask or the warp sees all of it.
-    if (kChangesScores || !kMasked || !Tuning::kVote || !tile_mask.AllVisible()) ToScores<kMasked>(tile, j);
+    // 11. Skipped if no score changes and the warp finds by a vote that it sees all of a masked tile.
+    if (kChangesScores || !(kMasked && Tuning::kVote && tile_mask.AllVisible())) ToScores<kMasked>(tile, j);
     Maximum(alpha, shift);  // 12, 13
     Exponentials(shift);    // 12
     FinishO();
@@ -76,8 +76,8 @@ struct Consumer : Epilogue {
 
   // Computes one tile of O: one iteration of line 8, with the loop of line 6 inside. Returns false at the end.
   __device__ __forceinline__ bool ComputeOTile(const TensorMap* o_map) {
-    // All lanes have read the previous QTile. The producer overwrites it after consumers release the next tile of Q,
-    // because there are twice as many places for QTiles as for tiles of Q.
+    // Waits until all lanes have read the previous QTile. When this warp releases Q of the tile that comes now, the
+    // producer may overwrite the previous QTile: there are twice as many places for QTiles as for tiles of Q.
     SyncWarp();
     MbarrierWait(&shared.q_full[q.Index()][row_group], q.Parity());
     // The tile stays in shared memory to save registers. Only the loop bounds are in registers. All threads read equal
@@ -88,7 +88,7 @@ struct Consumer : Epilogue {
     const int unmasked_end = Uniform(tile.visible.every_hi);
     if (kWarpgroupRanges) SkipTiles(shared.skipped[q.position][row_group].before);
     if (begin == end) {
-      if (tile.row < 0) return false;  // after the last tile, whose range is empty, too
+      if (tile.row < 0) return false;  // the end marker; its range is empty, too
       WriteEmpty(tile);
       return true;
     }
@@ -152,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) uint8_t memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   if (threadIdx.x == 0) {
-    constexpr uint32_t kByConsumers = ArrivalsOf(4 * kConsumers);
+    constexpr uint32_t kByConsumers = ArrivalsOf(4 * kConsumers);  // a warpgroup has four warps
     for (int b = 0; b < kQBuffers; ++b) {
       for (int w = 0; w < kRowGroups; ++w)
         MbarrierInit(&shared.q_full[b][w], 1), MbarrierInit(&shared.q_empty[b][w], ArrivalsOf(4 * kKeyGroups));

@@ -97,7 +97,8 @@ struct Epilogue : Probabilities {
 #pragma unroll
     for (int first = 0; first < kVBoxes; first += kAtOnce) {
       const int to = first % 2;  // the first box
-      // Waits until the previous store from this box has read it; before the first box, all stores.
+      // Waits until the previous store from this box has read it. Before the first box it waits for all stores, so the
+      // second box needs no wait.
       if (!kOInQ && first != 1) {
         first == 0 ? TmaWaitRead<0>() : TmaWaitRead<1>();
         SyncWarpgroup();

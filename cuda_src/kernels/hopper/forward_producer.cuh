@@ -48,18 +48,18 @@ struct Producer {
   template <int kCount>
   __device__ __forceinline__ void LoadBoxesOfV(SharedTile<kKeys, kCount> boxes, uint64_t* full, int first, int j,
                                                int head, int batch) {
-    const int there = kProblem.kv_lengths ? int(PositionsOf(p, batch).kv_length) - j * kKeys : kKeys;
-    const bool clears = there < kKeys;
-    uint64_t* const landed = clears ? &shared.uncleared.barrier : full;
-    MbarrierArriveExpectTx(landed, boxes.kBytes);
+    const int present = kProblem.kv_lengths ? int(PositionsOf(p, batch).kv_length) - j * kKeys : kKeys;
+    const bool clears = present < kKeys;
+    uint64_t* const arrived = clears ? &shared.uncleared.barrier : full;
+    MbarrierArriveExpectTx(arrived, boxes.kBytes);
     for (int b = 0; b < kCount; ++b)
-      TmaLoad(boxes.Box(b), v_map, landed, (first + b) * kBoxColumns, j * kKeys, head, batch);
+      TmaLoad(boxes.Box(b), v_map, arrived, (first + b) * kBoxColumns, j * kKeys, head, batch);
     if (!clears) return;
     shared.uncleared.Wait();
-    ClearRowsFrom(boxes, max(there, 0), full);
+    ClearRowsFrom(boxes, max(present, 0), full);
   }
 
-  // Waits for a free landing buffer. Tells its warp whether another box of V comes.
+  // Waits for a free landing buffer. Tells the warps that transpose whether another box of V comes.
   __device__ __forceinline__ void WaitForLanding(bool more) {
     MbarrierWait(&shared.transposed[landing.index], landing.parity ^ 1);
     shared.more[landing.index] = more;
@@ -108,10 +108,10 @@ struct Producer {
 
   // Loads everything for a tile of O. The next tile is requested from the scheduler before the last tile of V is
   // loaded, to hide the latency of the atomic.
-  template <typename Rows>
-  __device__ __forceinline__ void Load(const QTile& tile, Rows* rows) {
+  template <typename Schedule>
+  __device__ __forceinline__ void Load(const QTile& tile, Schedule* schedule) {
     const bool empty = tile.visible.any_lo == tile.visible.any_hi;
-    if (empty) rows->Request();
+    if (empty) schedule->Request();
     const int kv_head = tile.head / (p.q_heads / p.kv_heads);
     if (!empty) LoadK(at, tile.visible.any_hi - 1, kv_head, tile.batch, tile);
     LoadQ(tile, empty);
@@ -119,7 +119,7 @@ struct Producer {
       if (j > tile.visible.any_lo) {
         LoadK(at.After(), j - 1, kv_head, tile.batch, tile);
       } else {
-        rows->Request();
+        schedule->Request();
       }
       LoadV(j, kv_head, tile.batch);
     }
@@ -144,11 +144,14 @@ struct Producer {
   }
 };
 
-// TF32: a warp that transposes every kTransposers-th box of V. It also waits for the boxes of the other warps and
-// arrives at their barriers. Otherwise a barrier could be two phases ahead, and a wait on its parity would succeed too
-// early. At v_empty it waits only for its own boxes: K of the next tile is loaded before V of this tile, which keeps
-// the phases together.
+// TF32: a warp that transposes every kTransposers-th box of V. A wait on a parity takes a phase for the phase two
+// before it. So the warp waits at `landed` for the boxes of all warps, and arrives at `transposed` for them.
+//
+// At v_empty it waits only for its own boxes. This is safe. When a box of tile t has landed, K of tile t has been
+// loaded before it, so consumers had released K of tile t - kStages. By then they had released V of tile t - kStages
+// - 2. So with kStages >= 2, the phase before the awaited one, for V of tile t - 2 kStages, is over.
 struct Transposer {
+  static_assert(!kTF32 || kStages >= 2);
   Shared& shared;
   Ring<kLandings> landing;
   Ring<kStages> v;

@@ -69,7 +69,7 @@ struct Warpgroup {
 // Lines 10 and 15 of Algorithm 2: S = Q K^T, and O += P V.
 struct Products : Warpgroup {
   float S[kWarpgroupKeys / 2], O[kVDim / 2];
-  uint32_t P[kWarpgroupKeys / kStep * 4], Q[kTF32 ? kQKSteps : 1][4];  // left operands; Q of f32
+  uint32_t P[kWarpgroupKeys / kStep * 4], Q[kTF32 ? kQKSteps : 1][4];  // left operands; Q only for f32
 
   using Warpgroup::Warpgroup;
 

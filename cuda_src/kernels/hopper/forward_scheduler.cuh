@@ -26,7 +26,8 @@ struct ListPrefetcher {
   const Params& p;
   Shared& shared;
   Ring<kPrefetchDepth> at;
-  // One more than kv tiles, which makes separate barriers for tiles of O unnecessary.
+  // Each tile of O comes with at least one kv tile. So at most kPrefetchDepth tiles of O are ahead of the tile that is
+  // being loaded, and they need no barriers of their own.
   Ring<kPrefetchDepth + 1> tiles;
 
   __device__ __forceinline__ void Run() {

@@ -23,7 +23,7 @@ struct Probabilities : Products {
   }
   __device__ __forceinline__ Positions PositionsHere(const QTile& tile) const {
     Positions positions = PositionsOf(p, tile.batch);
-    // Rows beyond T are not stored.
+    // Rows beyond T are not stored, so they need no mask.
     if (!kProblem.q_lengths && !kProblem.ranges) positions.q_length = int64_t(1) << 32;
     return positions;
   }
@@ -46,26 +46,27 @@ struct Probabilities : Products {
   // Replaces q_i k_j by s_ij, with the tile of the bias that was loaded with K.
   __device__ __forceinline__ void AddBias() {
     Pin(S);
-    Cap(p, S);
+    SoftCapTanh(p, S);
     const uint8_t* const rows = shared.bias[k.index] + (64 * row_group + 16 * warp) * kBoxBytes;
 #pragma unroll
-    for (int i = 0; i < kWarpgroupKeys / 2; ++i) S[i] *= Unit(p);
+    for (int i = 0; i < kWarpgroupKeys / 2; ++i) S[i] *= CapOrScale(p);
 #pragma unroll
     for (int c = 0; c < kWarpgroupKeys; c += 16) {
       if (Tuning::kBiasInParts && c % 32 == 0 && OpaqueFalse()) return;
       AddBiasTile<false>(rows, key_group * kWarpgroupKeys + c, S + c / 2);
     }
-    FenceProxyAsync();                          // before TMA overwrites the tile of the bias
-    if (kBiasDType == DType::kF32) SyncWarp();  // every lane reads the tile, but one lane releases it
+    FenceProxyAsync();  // before TMA overwrites the tile of the bias
+    // Every lane reads the tile, but one lane releases it. ldmatrix, which reads 16 bits, has synchronized the warp.
+    if (kBiasDType == DType::kF32) SyncWarp();
   }
 
-  // Replaces q_i k_j by s_ij, unless AddBias has done so, and sets masked entries to -inf. Without kFormsScores, the
-  // exponent applies the scale instead.
+  // Replaces q_i k_j by s_ij, unless AddBias has done so, and sets masked entries to -inf. Without kWholeScores, S
+  // still lacks a factor that the exponent applies (ScoreScale): the scale, or the cap after SoftCapTanh.
   template <bool kMasked>
   __device__ __forceinline__ void ToScores(const QTile& tile, int j) {
     const Score score(p, tile.batch, tile.head);
     const View<false> view = ViewOf(tile, j);
-    if (!kBiasTiles) Cap(p, S);
+    if (!kBiasTiles) SoftCapTanh(p, S);
     if (program::kInBoundsHelps && tile.row + kRows <= p.q_len && Column(j) + kWarpgroupKeys <= p.kv_len &&
         (!kProblem.query_offset || QueriesWithinKeys(p, tile.batch, tile.row, kRows))) {
       FormScores<true>(score, view);
@@ -114,7 +115,7 @@ struct Probabilities : Products {
   // Packs Z P as the left operand of P V.
   __device__ __forceinline__ void PackP() {
 #pragma unroll
-    for (int i = 0; i < kWarpgroupKeys / kStep * 4; ++i)
+    for (int i = 0; i < kWarpgroupKeys / kStep * 4; ++i)  // TF32: keys are in the order of V^T (hopper/transpose.cuh)
       P[i] = kTF32 ? RoundTF32(__float_as_uint(S[i / 4 * 4 + i % 2 * 2 + i / 2 % 2])) : Pack(S[2 * i], S[2 * i + 1]);
     z.Apply(P);
   }

@@ -17,7 +17,7 @@ using SharedK = SharedTile<kKeys, kQKBoxes>;
 using SharedV = SharedTile<kKeys, kVBoxes>;
 using SharedVTransposed = SharedTile<kVBoxes * kBoxColumns, Boxes(kKeys)>;  // f32: V^T, which replaces V
 constexpr int kTransposers = 3;                                             // warps
-constexpr int kLandings = kWarpgroupKeys < 64 ? 8 : 4;    // boxes of V in flight, before they are transposed
+constexpr int kLandings = kWarpgroupKeys < 64 ? 8 : 4;    // landing buffers: boxes of V before they are transposed
 constexpr bool kPrefetchesLists = kListed && !kTF32;      // does a thread read lists ahead of the loads?
 constexpr int kPrefetchDepth = kPrefetchesLists ? 8 : 1;  // the maximum number of kv tiles that it is ahead
 // O is stored through separate shared memory, so the next tile of Q can be loaded at the same time. O has room for the
@@ -28,7 +28,7 @@ constexpr int kKVBytes =
     (SharedK::kBytes + SharedV::kBytes + kBiasTile) * kStages + (kTF32 ? kLandings * SharedV::kBox + 1024 : 0);
 constexpr int kPartialValues = kVDim / 2 + 6;  // per thread: its O, and m, l and reference of its two rows
 constexpr int kPartialBytes = kKeyGroups > 1 ? kRowGroups * kPartialValues * kWarpgroup * 4 : 0;
-constexpr int kRoom = 226 * 1024 - kKVBytes - kPartialBytes;                 // for Q and O
+constexpr int kRoom = 226 * 1024 - kKVBytes - kPartialBytes;                 // for Q and O; barriers have the last KiB
 constexpr int kRoomForO = (kRoom - kQBytes) / (kRowGroups * SharedQ::kBox);  // boxes of each row group
 constexpr int kOBoxes = kRoomForO >= kVBoxes ? kVBoxes : kRoomForO >= 2 ? 2 : 0;
 constexpr bool kOInQ = kOBoxes == 0;
@@ -58,14 +58,14 @@ struct Shared {
   QTile tile[2 * kQBuffers][kRowGroups];
   uint64_t k_full[kStages], k_empty[kStages];
   uint64_t v_full[kStages], v_empty[kStages];
-  LandingBarrier uncleared;                   // counts loads of V that the producer clears
+  ClearingBarrier uncleared;                  // for loads of V with rows that the producer clears
   ListedTile listed[kListed ? kStages : 1];   // comes with k
   ListedTile prefetched[kPrefetchDepth];      // by the ListPrefetcher
   QTile prefetched_tile[kPrefetchDepth + 1];  // comes with the first of them
   uint64_t prefetched_full[kPrefetchDepth], prefetched_empty[kPrefetchDepth];
   // O, m and l of the first half of the keys, for the warpgroup with the second half.
   float partial[kKeyGroups > 1 ? kRowGroups : 1][kKeyGroups > 1 ? kPartialValues : 1][kKeyGroups > 1 ? kWarpgroup : 1];
-  // TF32: boxes of V before they are transposed.
+  // TF32: for the landing buffers.
   uint64_t landed[kTF32 ? kLandings : 1], transposed[kTF32 ? kLandings : 1];
   bool more[kTF32 ? kLandings : 1];  // true: another box comes; false: the end
   SkippedTiles skipped[kWarpgroupRanges ? 2 * kQBuffers : 1]

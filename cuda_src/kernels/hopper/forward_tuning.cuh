@@ -16,8 +16,9 @@ struct Tuning {
                                             : kConsumers == 3 ? 160
                                                               : 112;
 
-  // Is the first tile, the rightmost one that the rows see, always masked, without a test? With segments, wide heads
-  // and TF32 have no registers for the test. With dropout and narrow heads, the test costs more time than it saves.
+  // Is the first tile, the rightmost one that the rows see, always masked, without a test? With segments, head dims
+  // above 128 and TF32 have no registers for the test. With dropout up to head dim 64, the test costs more time than it
+  // saves.
   static constexpr bool kFirstMasked =
       !kListed && (kCausal || kWindow || (kSegments && (kTF32 || kVDim > 128)) || (kDropout && kVDim <= 64));
 
@@ -34,8 +35,8 @@ struct Tuning {
   static constexpr bool kBiasInParts = kSoftCap && kDropout;
 
   // Is P packed before warps vote whether to rescale O? The vote ends in a branch, and ptxas moves nothing across it.
-  // So packing before the branch fills the wait for O. Narrow heads wait for less time than packing takes. With a bias
-  // or a score_mod, registers would spill.
+  // So packing before the branch fills the wait for O. Up to head dim 64 this wait is shorter than packing takes. With
+  // a bias or a score_mod, registers would spill.
   static constexpr bool kEarlyPack = kVDim > 64 && !kAddsToScores;
 
   // The number of keys of V in registers while V is transposed: the maximum that fits.

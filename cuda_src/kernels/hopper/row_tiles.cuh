@@ -30,7 +30,8 @@ struct ListedTile {
 };
 
 // The kv tiles that some of the rows [i0, i1) see, and the kv tiles that are fully visible to all these rows. A tangent
-// takes the references of rows from masked tiles. So the last key of every row must be in one of them.
+// chooses the reference r of a row (hopper/tangent.cuh) in the first masked tile in which the row sees a key. So the
+// last key of every row must be in a masked tile.
 __device__ __forceinline__ Visible TilesOf(const Params& p, int batch, int i0, int i1) {
   const Visible keys = KeysOf(p, PositionsOf(p, batch), batch, i0, i1);
   const int begin = keys.any_lo / kKeys;
@@ -48,11 +49,11 @@ __device__ __forceinline__ auto MakeSchedule(const Params& p) {
 }
 
 // Finds the next tile of O. Returns false at the end.
-template <typename Rows>
-__device__ __forceinline__ bool Next(const Params& p, Rows* rows, QTile* tile) {
+template <typename Schedule>
+__device__ __forceinline__ bool Next(const Params& p, Schedule* schedule, QTile* tile) {
   const int heads = p.batch * p.q_heads, tiles = (p.q_len + kRows - 1) / kRows;
   int head, t;
-  if (!rows->Next(heads, tiles, &head, &t)) return false;
+  if (!schedule->Next(heads, tiles, &head, &t)) return false;
   tile->row = t * kRows;
   tile->head = head % p.q_heads;
   tile->batch = head / p.q_heads;
@@ -66,7 +67,7 @@ struct ListReader {
   QTile tile;
   const int32_t* kinds;
   ListedKeys<kKeys> keys;
-  bool has_references;  // in a tangent: have all rows seen a tile?
+  bool has_references;  // in a tangent: does every row that sees a key have its reference?
 
   __device__ __forceinline__ const QTile& Tile() const { return tile; }
   // Moves to the next tile. Returns false at the end.

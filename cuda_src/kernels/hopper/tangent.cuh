@@ -135,7 +135,7 @@ struct Consumer {
   template <bool kMasked>
   __device__ __forceinline__ void ToScores(const QTile& tile, int j, bool only_bits) {
     if (kSoftCap) {
-      Cap(p, S);
+      SoftCapTanh(p, S);
 #pragma unroll
       for (int i = 0; kScoresMove && i < kKeys / 2; ++i) S_dot[i] *= SlopeOf(S[i]);
     }

@@ -26,17 +26,17 @@ struct Producer {
   __device__ __forceinline__ void LoadV(int j, int head, int batch) {
     MbarrierWait(&shared.v_empty[at.index], at.parity ^ 1);
     uint64_t* const full = &shared.v_full[at.index];
-    const int there = kProblem.kv_lengths ? int(PositionsOf(p, batch).kv_length) - j * kKeys : kKeys;
-    const bool clears = there < kKeys;
-    uint64_t* const landed = clears ? &shared.uncleared.barrier : full;
+    const int present = kProblem.kv_lengths ? int(PositionsOf(p, batch).kv_length) - j * kKeys : kKeys;
+    const bool clears = present < kKeys;
+    uint64_t* const arrived = clears ? &shared.uncleared.barrier : full;
     const SharedV v{shared.v[at.index]}, v_tangent{shared.v_tangent[at.index]};
-    MbarrierArriveExpectTx(landed, kVBytes);
-    if (kScoresMove) v.Load(v_map, landed, j * kKeys, head, batch);
-    if (kValueMoves) v_tangent.Load(v_tangent_map, landed, j * kKeys, head, batch);
+    MbarrierArriveExpectTx(arrived, kVBytes);
+    if (kScoresMove) v.Load(v_map, arrived, j * kKeys, head, batch);
+    if (kValueMoves) v_tangent.Load(v_tangent_map, arrived, j * kKeys, head, batch);
     at.Next();
     if (!clears) return;
     shared.uncleared.Wait();
-    const int first = max(there, 0), count = kKeys - first;
+    const int first = max(present, 0), count = kKeys - first;
     MbarrierArriveExpectTx(full, kVBytes / kKeys * count);
     if (kScoresMove) ClearRows(v, first, count, full);
     if (kValueMoves) ClearRows(v_tangent, first, count, full);
@@ -72,10 +72,10 @@ struct Producer {
 
   // Loads everything for a tile of O. The schedule is asked for the next tile before the last tile of V is loaded,
   // since its answer takes a while.
-  template <typename Rows>
-  __device__ __forceinline__ void Load(const QTile& tile, Rows* rows) {
+  template <typename Schedule>
+  __device__ __forceinline__ void Load(const QTile& tile, Schedule* schedule) {
     const bool empty = tile.visible.any_lo == tile.visible.any_hi;
-    if (empty) rows->Request();
+    if (empty) schedule->Request();
     const int kv_head = tile.head / (p.q_heads / p.kv_heads);
     if (!empty) LoadK(at, tile.visible.any_hi - 1, kv_head, tile.batch);
     LoadQ(tile, empty);
@@ -83,7 +83,7 @@ struct Producer {
       if (j > tile.visible.any_lo) {
         LoadK(at.After(), j - 1, kv_head, tile.batch);
       } else {
-        rows->Request();
+        schedule->Request();
       }
       LoadV(j, kv_head, tile.batch);
     }

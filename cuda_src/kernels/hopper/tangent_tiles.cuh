@@ -37,7 +37,7 @@ struct Shared {
   uint64_t v_full[kStages], v_empty[kStages];
   QTile tile[2 * kQBuffers][kConsumers];     // comes with q, stays until the next tile's q goes
   ListedTile listed[kListed ? kStages : 1];  // comes with k
-  LandingBarrier uncleared;                  // counts loads of V that the producer clears
+  ClearingBarrier uncleared;                 // for loads of V with rows that the producer clears
 };
 
 static_assert(sizeof(Shared) <= 227 * 1024);

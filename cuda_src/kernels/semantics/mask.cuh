@@ -29,7 +29,7 @@ constexpr bool kLocal = kWindow || kSegments;
 // Do positions hide more than later keys?
 constexpr bool kMoreThanCausal = kWindow || kLengths || kProblem.query_offset;
 constexpr bool kMaskModInBlocks = kMaskMod && kBlockMask;  // does mask_mod decide in partial blocks?
-// Do masks in memory hide keys, in addition to positions?
+// Do masks hide keys that do not follow from positions alone? They are in memory, or a mask_mod computes them.
 constexpr bool kMasksInMemory = kSegments || kMask || kMaskMod || kBlockMask;
 
 // --- Positions ---

@@ -15,27 +15,28 @@ constexpr bool kBias = kBiasDType != DType::kNone;
 constexpr bool kSoftCap = kProblem.soft_cap != SoftCap::kNone;
 constexpr bool kAddsToScores = kBias || kScoreMod;  // can scores have any value, whatever Q and K are?
 
-// Are scores formed in full, as s = score_mod(unit x + bias)? Otherwise the positive factor `unit` is applied in the
-// exponent, which is less accurate than full precision requires.
+// Are scores formed in full, as s = score_mod(factor x + bias)? Otherwise the positive factor (CapOrScale) is applied
+// in the exponent, which is less accurate than full precision requires.
 constexpr bool kWholeScores = kBias || kFullPrecision || kScoreMod;
 constexpr bool kFormsScores = kWholeScores || kSoftCap;  // does any feature change single entries of S?
 
 // The scale tau. It is an operand, because a new value must not compile a new program.
 __device__ __forceinline__ float ScaleOf(const Params& p) { return __ldg(p.scale); }
 
-// The factor between x, or Cap(x) with a soft cap, and a score without bias.
-__device__ __forceinline__ float Unit(const Params& p) { return kSoftCap ? p.soft_cap : ScaleOf(p); }
+// The factor from x, or with a soft cap from tanh(scale x / cap), to a score without bias.
+__device__ __forceinline__ float CapOrScale(const Params& p) { return kSoftCap ? p.soft_cap : ScaleOf(p); }
 
 // The remaining factor between S and scores.
-__device__ __forceinline__ float ScoreScale(const Params& p) { return kWholeScores ? 1.0f : Unit(p); }
+__device__ __forceinline__ float ScoreScale(const Params& p) { return kWholeScores ? 1.0f : CapOrScale(p); }
 
 // Most scores are small compared with the cap. Bit 30 of y (tanh.cuh) is set if |u| is at least kSmall, infinite or
 // NaN.
 constexpr uint32_t kNotSmall = 0x40000000;
 
-// Replaces x by tanh(u), u = scale x / cap, in all entries of a lane.
+// Replaces x by tanh(u), u = scale x / cap, in all entries of a lane. The factor cap follows later (CapOrScale).
+// Without a soft cap, it does nothing.
 template <int kCount>
-__device__ __forceinline__ void Cap(const Params& p, float (&S)[kCount]) {
+__device__ __forceinline__ void SoftCapTanh(const Params& p, float (&S)[kCount]) {
   if constexpr (!kSoftCap) return;
   const float u_of_x = ScaleOf(p) * p.inverse_soft_cap;
   if constexpr (kDType == DType::kF32) {
@@ -56,14 +57,14 @@ __device__ __forceinline__ void Cap(const Params& p, float (&S)[kCount]) {
   } else {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      if (i % 16 == 0 && OpaqueFalse()) return;  // see OpaqueFalse: with wide heads, code moved ahead would spill
+      if (i % 16 == 0 && OpaqueFalse()) return;  // see OpaqueFalse: at large head dims, code moved ahead would spill
       S[i] = SmallTanh(S[i]);
     }
   }
 }
 template <int kCount, int kChunks>
-__device__ __forceinline__ void Cap(const Params& p, float (&S)[kCount][kChunks][4]) {
-  Cap(p, reinterpret_cast<float (&)[kCount * kChunks * 4]>(S));
+__device__ __forceinline__ void SoftCapTanh(const Params& p, float (&S)[kCount][kChunks][4]) {
+  SoftCapTanh(p, reinterpret_cast<float (&)[kCount * kChunks * 4]>(S));
 }
 
 // The slope of the soft cap, dc / d(scale x), from t = c / cap.
@@ -92,11 +93,11 @@ struct Score {
   __device__ __forceinline__ Score(const Params& p, int batch, int head)
       : p(p), batch(batch), head(head), bias(kBias ? batch * p.bias.batch + head * p.bias.head : 0) {}
 
-  // The score of x, or of Cap(x), where scores are formed in full. Outside T and S the result is arbitrary; positions
-  // hide it.
+  // The score of x, or with a soft cap of the result of SoftCapTanh, where scores are formed in full. Outside T and S
+  // the result is arbitrary; positions hide it.
   __device__ __forceinline__ float Of(float x, int i, int j) const { return Mod(BeforeMod(x, i, j), i, j); }
   __device__ __forceinline__ float BeforeMod(float x, int i, int j) const {
-    const float c = x * Unit(p);
+    const float c = x * CapOrScale(p);
     return kBias ? WithBias(c, Bias(min(i, p.q_len - 1), min(j, p.kv_len - 1))) : c;
   }
 

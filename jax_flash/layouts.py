@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
@@ -82,9 +83,10 @@ SequenceLayout = Literal["contiguous", "zigzag"] | Layout  # the argument `seque
 def balance(cu_seqlens: ArrayLike, devices: int, tokens: int | None = None) -> Layout:
     """Return a layout that balances causal attention of packed documents over devices.
 
-    Each device gets equally many tokens, and about equally many visible entries of the score matrix. Documents of
-    more than half a device's tokens are divided over all devices. A few others are divided to fill the devices. The
-    function runs on the host, in NumPy. The shape of the result depends only on `devices` and `tokens`.
+    Each device gets equally many tokens, and about equally many visible entries of the score matrix. Documents of more
+    than a device's tokens are divided over all devices, and shorter ones down to half of that if the work needs it. A
+    few others are divided to fill the devices. The function runs on the host, in NumPy. The shape of the result depends
+    only on `devices` and `tokens`.
 
     ::
 
@@ -145,19 +147,26 @@ def _dealt(work: np.ndarray, document: np.ndarray, divides: np.ndarray, devices:
       document: the document in the middle of each chunk.
       divides: whether an edge before each chunk would divide a document.
     """
-    deals = [_documents(work, document, devices)]
-    for tolerance in (0.05, 0.02, 0.0):
+    share = len(work) // devices
+    deals: list[np.ndarray] = []
+    for deal in (
+        *(functools.partial(_documents, work, document, devices, whole) for whole in (share, share // 2)),
+        *(functools.partial(_windows, work, divides, devices, tolerance) for tolerance in (0.05, 0.02, 0.0)),
+    ):
+        deals.append(deal())
         if work[deals[-1]].sum(1).max() <= LIMIT * work.sum() / devices:
             return deals[-1]
-        deals.append(_windows(work, divides, devices, tolerance))
     return _levelled(work, min(deals, key=lambda deal: work[deal].sum(1).max()))
 
 
-def _documents(work: np.ndarray, document: np.ndarray, devices: int) -> np.ndarray:
+def _documents(work: np.ndarray, document: np.ndarray, devices: int, whole: int) -> np.ndarray:
     """Deal whole documents, those with the most work first, each to the device with the least work that has room.
 
-    A document of more than half a device's tokens is dealt to all devices like `zigzag`. So each visit of the ring has
-    equal work on all devices, because these documents make up the visits. Documents that fit nowhere are divided.
+    Longer documents are dealt to all devices like `zigzag`. So each visit of the ring has equal work on all devices,
+    because these documents make up the visits. Documents that fit nowhere are divided.
+
+    Args:
+      whole: the most chunks of a document that one device gets.
     """
     owner, loads = np.full(len(work), -1), np.zeros(devices)
     room = np.full(devices, len(work) // devices)
@@ -165,7 +174,7 @@ def _documents(work: np.ndarray, document: np.ndarray, devices: int) -> np.ndarr
     edges = [0, *(np.flatnonzero(np.diff(document)) + 1).tolist(), len(work)]
     pieces = []
     for begin, end in itertools.pairwise(edges):
-        part = (end - begin) // (2 * devices) if end - begin > len(work) // devices // 2 else 0
+        part = (end - begin) // (2 * devices) if end - begin > whole else 0
         if part:
             parts = np.arange(begin, begin + 2 * devices * part).reshape(2, devices, part)
             both = np.concatenate([parts[0], parts[1, ::-1]], 1)  # [devices, chunks]
@@ -181,7 +190,8 @@ def _documents(work: np.ndarray, document: np.ndarray, devices: int) -> np.ndarr
             loads[device] += entries
             room[device] -= end - begin
     owner[owner < 0] = np.repeat(np.arange(devices), room)
-    return np.argsort(owner, kind="stable").reshape(devices, -1).astype(np.int32)
+    deal = np.argsort(owner, kind="stable").reshape(devices, -1).astype(np.int32)
+    return deal[np.argsort(room == 0, kind="stable")]  # devices that divide a document become neighbours
 
 
 def _windows(work: np.ndarray, divides: np.ndarray, devices: int, tolerance: float) -> np.ndarray:
@@ -239,17 +249,48 @@ def zigzag(x: ArrayLike, devices: int, axis: int) -> jax.Array:
       TypeError: if devices or axis is not an int.
       ValueError: if the axis does not exist, or its size is not a multiple of 2·devices.
     """
-    return _zigzag(devices).permute(jnp.asarray(x), axis)
+    return zigzag_layout(devices).permute(jnp.asarray(x), axis)
 
 
 def unzigzag(x: ArrayLike, devices: int, axis: int) -> jax.Array:
     """Restore the natural order of a sequence: the inverse of `zigzag`, with the same arguments and errors."""
-    return _zigzag(devices).inverse(jnp.asarray(x), axis)
+    return zigzag_layout(devices).inverse(jnp.asarray(x), axis)
 
 
-def _zigzag(devices: int) -> Layout:
+def zigzag_layout(devices: int) -> Layout:
+    """Return the layout of `zigzag`."""
     first = np.arange(checks.integer("devices", devices, least=1))
     return Layout(np.stack([first, 2 * devices - 1 - first], 1))
+
+
+def document_entries(layout: Layout, cu_seqlens: ArrayLike, tokens: int, causal: bool) -> np.ndarray:
+    """Return the visible entries of packed documents, by the device of the row and the device of the key: int64."""
+    owner, devices = _owners(layout, tokens), len(layout.chunks)
+    found = np.zeros((devices, devices), np.int64)
+    for begin, end in itertools.pairwise(np.asarray(cu_seqlens).tolist()):
+        of_document = owner[begin:end]
+        for source in np.unique(of_document):
+            of_source = of_document == source
+            keys = np.cumsum(of_source) if causal else np.full(end - begin, of_source.sum())
+            found[:, source] += np.bincount(of_document, keys, devices).astype(np.int64)
+    return found
+
+
+def shared_chunks(layout: Layout, cu_seqlens: ArrayLike, tokens: int) -> np.ndarray:
+    """Return which chunks have a part of a document that several devices have: bool [devices, chunks of a device]."""
+    owner = _owners(layout, tokens)
+    size = max(tokens // layout.chunks.size, 1)
+    shared = np.zeros(layout.chunks.size, bool)
+    for begin, end in itertools.pairwise(np.asarray(cu_seqlens).tolist()):
+        if len(np.unique(owner[begin:end])) > 1:
+            shared[begin // size : -(-end // size)] = True
+    return shared[layout.chunks]
+
+
+def _owners(layout: Layout, tokens: int) -> np.ndarray:
+    """Return the device of each token."""
+    devices = len(layout.chunks)
+    return layout.inverse(np.repeat(np.arange(devices), tokens // devices), 0)
 
 
 def _reordered(x: Any, axis: int, order: Any) -> Any:

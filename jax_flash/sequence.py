@@ -9,7 +9,8 @@ In some layouts devices would wait for each other. Under a causal mask and a con
 devices have less work than the last. The devices then first exchange halves of their arrays to get the other layout.
 
 In a layout of chunks (`layouts.Layout`), a device has tokens from many places of the sequence, in increasing order. So
-the keys of a visit that a row sees under positional masks are consecutive. Each visit is one call with ranges.
+the keys of a visit that a row sees under positional masks are consecutive. Each visit is one call with ranges. If
+devices share few chunks, only these take part in visits: rows and keys are gathered before, and results put back after.
 
 Functions take arrays by name (`operands.DIMS`), with any leading dims. A device has its own part of each array with
 rows or keys, such as Q, K, V and the segment ids. For a bias or a mask it has its own rows and all columns, in natural
@@ -33,7 +34,12 @@ from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 
 from jax_flash import block_sparse, denominator, dropout, tile, windows
-from jax_flash.layouts import Layout, SequenceLayout, chunks_of
+from jax_flash.layouts import (
+    Layout,
+    SequenceLayout,
+    chunks_of,
+    shared_chunks,
+)
 from jax_flash.masks import WindowSize
 from jax_flash.operands import DIFFERENTIATED, DIMS, ONCE_A_ROW, PER_ROW, Operands
 from jax_flash.problem import Problem
@@ -43,8 +49,8 @@ Arrays = dict[str, jax.Array]
 Rows = tuple[jax.Array, jax.Array, jax.Array]  # O, l and m
 Compute = Callable[[Problem, Arrays], tuple[jax.Array, ...]]
 Order = Literal["contiguous", "zigzag", "chunks"]
-Sums = dict[tuple[str, int], jax.Array]  # sums of gradients, by the gradient's name and the part of rows or keys
-State = TypeVar("State")
+Sums = dict[tuple[str, int], jax.Array]  # merged results or sums of gradients, by name and part of rows or keys
+Use = Callable[["Visit", Arrays, Sums, Sums], tuple[Sums, Sums]]
 Tree = TypeVar("Tree")
 
 TRAVELLING = tuple(name for name in Operands._fields if {"S", "T"} & {*DIMS.get(name, "")} == {"S"})  # with the keys
@@ -264,6 +270,23 @@ def explained(problem: Problem, devices: int) -> str:
     return f"{devices} devices divide the sequence {way}: {reason}"
 
 
+def by_shift(found: np.ndarray) -> np.ndarray:
+    """Return the entries of each visit: [shift, device].
+
+    Args:
+      found: the entries by the device of the row and the device of the key.
+    """
+    devices = np.arange(len(found))
+    return np.stack([found[devices, (devices - shift) % len(found)] for shift in devices])
+
+
+def travelling_share(layout: Layout, cu_seqlens: ArrayLike, tokens: int) -> float:
+    """Return the share of a device's tokens that takes part in visits of other devices' keys."""
+    most = shared_chunks(layout, cu_seqlens, tokens).sum(1).max()
+    count = layout.chunks.shape[1]
+    return next(size for size in [0, *ring_sizes(count)] if size >= most) / count
+
+
 def merge(first: Rows, second: Rows) -> Rows:
     """Merge O, l and m of the same rows over two disjoint sets of keys (section 3.1 of arXiv 2205.14135).
 
@@ -301,16 +324,19 @@ def forward(compute: Compute, problem: Problem, division: Division, arrays: Arra
     without: dict[str, Any] = dict.fromkeys(ONCE_A_ROW)
     problem = dataclasses.replace(problem, **without)
 
-    def attend(visit: Visit, visitors: Arrays, rows: dict[int, Rows], none: Sums) -> tuple[dict[int, Rows], Sums]:
+    def attend(visit: Visit, arrays: Arrays, rows: Sums, none: Sums) -> tuple[Sums, Sums]:
         for a, b in visit.pairs:
-            o, l, m = compute(*_part(problem, division, arrays | visitors, visit.shift, a, b))
-            rows[a] = merge(rows[a], (o, l, m)) if a in rows else (o.astype(l.dtype), l, m)
+            o, l, m = compute(*_part(problem, division, arrays, visit.shift, a, b))
+            found = (o.astype(l.dtype), l, m)
+            if ("o", a) in rows:
+                found = merge((rows["o", a], rows["l", a], rows["m", a]), (o, l, m))
+            rows |= {(name, a): x for name, x in zip("olm", found, strict=True)}
         return rows, none
 
-    nothing: dict[int, Rows] = {}
-    rows, _ = _tour(problem, division, arrays, attend, nothing)
-    parts = zip(*(rows[a] for a in range(division.parts)), strict=True)
-    results = {name: jnp.concatenate(x, _axis(name)) for name, x in zip("olm", parts, strict=True)}
+    rows, _ = _tour(problem, division, arrays, attend)
+    results = {
+        name: jnp.concatenate([rows[name, a] for a in range(division.parts)], _axis(name)) for name in ("o", "l", "m")
+    }
     if at_end:
         l = results["l"][..., None]
         share = denominator.normalized(Operands.of(arrays | at_end), l, results["l"], results["m"])
@@ -334,9 +360,9 @@ def backward(compute: Compute, problem: Problem, division: Division, arrays: Arr
     dtype = problem.accumulation_dtype
     again = tuple(name for name in problem.requested if name not in PER_ROW)
 
-    def propagate(visit: Visit, visitors: Arrays, own: Sums, travelled: Sums) -> tuple[Sums, Sums]:
+    def propagate(visit: Visit, arrays: Arrays, own: Sums, travelled: Sums) -> tuple[Sums, Sums]:
         for a, b in visit.pairs:
-            local, operands = _part(problem, division, arrays | visitors, visit.shift, a, b)
+            local, operands = _part(problem, division, arrays, visit.shift, a, b)
             if visit.step or a != b:  # each row contributes to these gradients once
                 local = dataclasses.replace(local, requested=again)
                 if not local.gradients:
@@ -352,8 +378,7 @@ def backward(compute: Compute, problem: Problem, division: Division, arrays: Arr
                     _add(own, (name, 0), x)
         return own, travelled
 
-    nothing: Sums = {}
-    own, returned = _tour(problem, division, arrays, propagate, nothing)
+    own, returned = _tour(problem, division, arrays, propagate)
     own |= returned
 
     def result(name: str) -> jax.Array:
@@ -411,41 +436,85 @@ def _relaid(problem: Problem, name: str, x: jax.Array, before: Division, after: 
     return jnp.concatenate(came, axis)
 
 
-def _tour(
+def _tour(problem: Problem, division: Division, arrays: Arrays, use: Use) -> tuple[Sums, Sums]:
+    """Return results of this device's rows, and sums for its own keys, after all visits.
+
+    If arrays decide which visits are needed, the devices first find out what they need from each other. They all take
+    the same branch of a conditional, because they exchange arrays inside of the branches.
+
+    Args:
+      use: function of a visit, the arrays of this visit, and the results and the sums so far. It returns the new ones.
+        The sums travel with the keys.
+    """
+    tour = visits(problem, division)
+    seen = _seen(problem, division, arrays) if len(tour) > 1 else None
+    if seen is None:
+        return _ring(problem, division, arrays, use, tour)
+    needed = _needed(seen, division, [visit.shift for visit in tour])
+
+    def alone() -> tuple[Sums, Sums]:
+        return use(tour[0], arrays, {}, {})
+
+    if not division.chunks:
+        return lax.cond(needed[1][0], lambda: _ring(problem, division, arrays, use, tour, needed), alone)
+    shared = _shared_chunks(seen, division)
+    sizes = ring_sizes(division.chunks)
+    if problem.programs:  # they receive indices in the order of the whole layout
+        sizes = sizes[-1:]
+    order = jnp.argsort(~shared, axis=1, stable=True)
+    rings = [
+        functools.partial(_ring, problem, division, arrays, use, tour, needed, jnp.sort(order[:, :size], axis=1))
+        for size in sizes
+    ]
+    exceeds = shared.sum(1, dtype=jnp.int32).max() > jnp.asarray([0, *sizes[:-1]], jnp.int32)
+    exceeded = lax.psum(exceeds.astype(jnp.int32), division.everywhere or division.axes) > 0
+    return lax.switch(exceeded.sum(dtype=jnp.int32), [alone, *rings])
+
+
+def _ring(
     problem: Problem,
     division: Division,
     arrays: Arrays,
-    use: Callable[[Visit, Arrays, State, Sums], tuple[State, Sums]],
-    state: State,
-) -> tuple[State, Sums]:
-    """Update a state, and sums that travel with the keys, at all visits. Return the state, and the sums of own keys.
+    use: Use,
+    tour: list[Visit],
+    needed: tuple[()] | tuple[jax.Array, jax.Array] = (),
+    places: jax.Array | None = None,
+) -> tuple[Sums, Sums]:
+    """Return results of this device's rows, and sums for its own keys, after all visits.
 
     The keys of the next visit and the sums of this visit are sent while the current keys are used. They are sent
     together if both go equally far.
 
     Equal visits become a loop. The program then does not grow with the number of devices, and XLA cannot prefetch all
-    keys.
+    keys. A visit that no device needs computes nothing, and nothing is sent after the last needed visit.
 
-    If arrays decide which visits are needed, a visit that no device needs computes nothing, and nothing is sent after
-    the last needed visit. All devices decide alike, because they exchange arrays inside of the branches.
+    Args:
+      needed: the result of `_needed`, if arrays decide which visits are needed. Some later visit than the first is.
+      places: int32 [devices, count], increasing indices of the chunks of each device, in a layout of chunks. Only
+        these chunks take part in visits of other devices' keys. Default: all.
     """
+    some = arrays
+    if places is not None and places.shape[1] < division.chunks:
+        chosen = places[division.device()]
+        some = {name: _chunks_taken(problem, division, name, x, chosen) for name, x in arrays.items()}
+        some["origin"] = jnp.take_along_axis(arrays["origin"], places, axis=1)
 
     def step(
-        visit: Visit, ahead: int, computes: bool, sends: bool, shift: ArrayLike, carry: tuple[Arrays, State, Sums]
-    ) -> tuple[Arrays, State, Sums]:
-        packed, state, sums = carry
+        visit: Visit, ahead: int, computes: bool, sends: bool, shift: ArrayLike, carry: tuple[Arrays, Sums, Sums]
+    ) -> tuple[Arrays, Sums, Sums]:
+        packed, results, sums = carry
         here = unpack(packed)
         if sends and ahead == visit.step:
             packed, sums = division.sent((packed, sums), ahead)
         else:
             packed, sums = division.sent(packed, ahead if sends else 0), division.sent(sums, visit.step)
         if computes:
-            state, sums = use(visit._replace(shift=shift), here, state, sums)
-        return packed, state, sums
+            results, sums = use(visit._replace(shift=shift), some | here, results, sums)
+        return packed, results, sums
 
     def at(
-        visit: Visit, ahead: int, carry: tuple[Arrays, State, Sums], given: tuple[ArrayLike, ...]
-    ) -> tuple[tuple[Arrays, State, Sums], None]:
+        visit: Visit, ahead: int, carry: tuple[Arrays, Sums, Sums], given: tuple[ArrayLike, ...]
+    ) -> tuple[tuple[Arrays, Sums, Sums], None]:
         shift, *flags = given
         does = functools.partial(step, visit, ahead)
         if not flags:
@@ -454,46 +523,62 @@ def _tour(
         last, passes, full = (
             functools.partial(does, *how, shift) for how in ((True, False), (False, True), (True, True))
         )
-        if visit.step == 0:  # own keys
-            return lax.cond(later, full, last, carry), None
         return lax.switch(here + 2 * later, [lambda same: same, last, passes, full], carry), None
 
-    packed, unpack = _packed({name: arrays[name] for name in TRAVELLING if name in arrays})
-    carry: tuple[Arrays, State, Sums] = (packed, state, {})
-    tour = visits(problem, division)
+    packed, unpack = _packed({name: some[name] for name in TRAVELLING if name in some})
     steps_ahead = [*(visit.step for visit in tour[1:]), 0]
-    alike = itertools.groupby(zip(tour, steps_ahead, strict=True), lambda item: (item[0]._replace(shift=0), item[1]))
-    needed, done = _needed(problem, division, arrays, [visit.shift for visit in tour]), 0
+    packed = division.sent(packed, steps_ahead[0])
+    all_results, all_sums = use(tour[0], arrays, {}, {})
+    results, sums = all_results, all_sums
+    if some is not arrays:
+        results, sums = (
+            {key: _chunks_taken(problem, division, key[0], x, chosen) for key, x in of.items()}
+            for of in (results, sums)
+        )
+    carry = packed, results, sums
+    alike = itertools.groupby(
+        zip(tour[1:], steps_ahead[1:], strict=True), lambda item: (item[0]._replace(shift=0), item[1])
+    )
+    done = 1
     for (visit, ahead), group in alike:
         shifts = np.array([visit.shift for visit, _ in group], np.int32)
         given: tuple[Any, ...] = (shifts, *(x[done : done + len(shifts)] for x in needed))
         done += len(shifts)
         body = functools.partial(at, visit, ahead)
         carry, _ = lax.scan(body, carry, given) if len(shifts) > 1 else body(carry, tuple(x[0] for x in given))
-    _, state, sums = carry
+    _, results, sums = carry
     if not needed:
-        return state, division.sent(sums, -tour[-1].shift)
+        return results, division.sent(sums, -tour[-1].shift)
     here, later = needed
     last = jnp.asarray([visit.shift for visit in tour], jnp.int32)[jnp.argmax(here * (1 - later))]
     for bit in range((division.devices - 1).bit_length() if sums else 0):
         back = functools.partial(division.sent, shift=-(1 << bit))
         sums = lax.cond(last >> bit & 1, back, lambda same: same, sums)
-    return state, sums
+    if some is arrays:
+        return results, sums
+    replaced = functools.partial(_chunks_replaced, problem, division)
+    results, sums = (
+        {key: replaced(key[0], of[key], chosen, x) for key, x in new.items()}
+        for of, new in ((all_results, results), (all_sums, sums))
+    )
+    return results, sums
 
 
-def _needed(
-    problem: Problem, division: Division, arrays: Arrays, shifts: list[int]
-) -> tuple[()] | tuple[jax.Array, jax.Array]:
-    """Return whether each visit is needed, and whether a later visit is: int32 [visits], equal on all devices.
+def ring_sizes(chunks: int) -> list[int]:
+    """Return how many of a device's chunks may take part in visits. A program has a ring for each number."""
+    return sorted({-(-chunks // share) for share in ((16, 2, 1) if chunks >= 8 else (1,))})
 
-    A visit is needed if a row of some device may see a visiting key by positions, segment ids and blocks. The first
-    visit always counts as needed. The result is empty if no array decides, because `visits` then lists only needed
-    visits. Rows and keys are compared in blocks.
+
+def _seen(problem: Problem, division: Division, arrays: Arrays) -> jax.Array | None:
+    """Return which keys the rows of this device may see: bool [blocks of rows, devices, blocks of a device's keys].
+
+    Positions, segment ids and blocks decide. Rows and keys are compared in blocks, which are the chunks in a layout of
+    chunks. The result is None if no array decides, because `visits` then lists only needed visits.
     """
     mask = problem.mask
     lengths = mask.query_seq_lengths, mask.key_value_seq_lengths, mask.query_offset and max(mask.reach) >= 0
-    if len(shifts) == 1 or not (mask.ranges or mask.segment_ids or mask.block_mask is not None or any(lengths)):
-        return ()
+    if not (mask.ranges or mask.segment_ids or mask.block_mask is not None or any(lengths)):
+        return None
     parts = division.chunks or division.parts
     counts = [
         division.chunks
@@ -526,12 +611,27 @@ def _needed(
         some = kinds.any(range(kinds.ndim - 2))
         some = some[rows // sizes[0]][:, all_keys // sizes[1]]
         visible &= jnp.expand_dims(some, range(visible.ndim - 2))
-    seen = visible.any(range(visible.ndim - 1)).reshape(division.devices, -1).any(-1)
+    return visible.any(range(visible.ndim - 2)).reshape(len(rows), division.devices, -1)
+
+
+def _needed(seen: jax.Array, division: Division, shifts: list[int]) -> tuple[jax.Array, jax.Array]:
+    """Return whether each visit is needed, and whether a later visit is: int32 [visits], equal on all devices.
+
+    A visit is needed if a row of some device may see a visiting key. The first visit always counts as needed.
+    """
     device = division.device()
-    asked = seen[(device - jnp.asarray(shifts, jnp.int32)) % division.devices].at[0].set(True)
+    asked = seen.any((0, 2))[(device - jnp.asarray(shifts, jnp.int32)) % division.devices].at[0].set(True)
     here = (lax.psum(asked.astype(jnp.int32), division.everywhere or division.axes) > 0).astype(jnp.int32)
     later = lax.cummax(here[::-1])[::-1]
     return here, jnp.append(later[1:], jnp.zeros_like(here[:1]))
+
+
+def _shared_chunks(seen: jax.Array, division: Division) -> jax.Array:
+    """Return which chunks see keys of another device, or have keys that it sees: bool [devices, chunks of a device]."""
+    device = division.device()
+    of_others = seen.at[:, device].set(False)
+    found = of_others.any(0).at[device].set(of_others.any((1, 2)))
+    return lax.psum(found.astype(jnp.int32), division.axes) > 0
 
 
 def _block_starts(problem: Problem, division: Division, arrays: Arrays, length: int, count: int) -> jax.Array:
@@ -633,20 +733,21 @@ def _part_of_chunks(problem: Problem, division: Division, arrays: Arrays, shift:
     part = dict(arrays)
     chunks, device = part.pop("origin"), division.device()
     source = (device - shift) % division.devices
-    (rows, keys), mask = map(division.part, problem.lengths), problem.mask
+    mask, whole = problem.mask, division.devices * division.chunks
+    rows, keys = (chunks.shape[1] * (length // whole) for length in problem.lengths)
     owners = {"keys_of_rows": source, "rows_of_keys": device, "key_value_seq_lengths": source}
     for name in owners.keys() & part.keys():
         part[name] = _in_own_chunks(problem, division, part[name], chunks[owners[name]])
     for name, extent in problem.extents.items():
         if extent is not None and extent.columns:
-            part[name] = _taken(part[name], -1, division, chunks[source])
+            part[name] = _taken(part[name], -1, whole, chunks[source])
     if "blocks" in part:
-        blocks = _taken(part["blocks"], -2, division, chunks[device])
-        mask, part = mask.with_blocks(_taken(blocks, -1, division, chunks[source]), part)
+        blocks = _taken(part["blocks"], -2, whole, chunks[device])
+        mask, part = mask.with_blocks(_taken(blocks, -1, whole, chunks[source]), part)
     changes: dict[str, Any] = {"q_len": rows, "kv_len": keys}
     if problem.drop_threshold:
         for name, owner, length in (("row_tiles", device, problem.q_len), ("key_tiles", source, problem.kv_len)):
-            tiles = length // (division.devices * division.chunks * dropout.TILE)  # of a chunk
+            tiles = length // (whole * dropout.TILE)  # of a chunk
             starts = chunks[owner].astype(jnp.int32)[:, None] * tiles
             part[name] = (starts + jnp.arange(tiles, dtype=jnp.int32)[None]).reshape(-1)
         changes["dropout_tiles"] = True
@@ -665,10 +766,29 @@ def _by_chunks(x: jax.Array, axis: int, count: int) -> jax.Array:
     return x.reshape(*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
 
 
-def _taken(x: jax.Array, axis: int, division: Division, chunks: jax.Array) -> jax.Array:
-    """Return the elements of these chunks along an axis of the whole sequence, counted from the last."""
-    taken = jnp.take(_by_chunks(x, axis, division.devices * division.chunks), chunks, axis=axis - 1)
-    return taken.reshape(*x.shape[: x.ndim + axis], -1, *x.shape[x.ndim + axis + 1 :])
+def _taken(x: jax.Array, axis: int, count: int, chunks: jax.Array) -> jax.Array:
+    """Return the elements of these chunks along an axis, counted from the last, that has `count` chunks."""
+    taken = jnp.take(_by_chunks(x, axis, count), chunks, axis=axis - 1)
+    size = len(chunks) * (x.shape[axis] // count)
+    return taken.reshape(*x.shape[: x.ndim + axis], size, *x.shape[x.ndim + axis + 1 :])
+
+
+def _chunks_taken(problem: Problem, division: Division, name: str, x: jax.Array, places: jax.Array) -> jax.Array:
+    """Return these chunks of this device's part of an array."""
+    axis = _divided_axis(problem, name, x)
+    return x if axis is None else _taken(x, axis - x.ndim, division.chunks, places)
+
+
+def _chunks_replaced(
+    problem: Problem, division: Division, name: str, x: jax.Array, places: jax.Array, new: jax.Array
+) -> jax.Array:
+    """Return this device's part of an array with new values for these chunks."""
+    axis = _divided_axis(problem, name, x)
+    if axis is None:
+        return new
+    chunks = _by_chunks(x, axis - x.ndim, division.chunks)
+    at = (*(slice(None),) * axis, places)
+    return chunks.at[at].set(_by_chunks(new, axis - x.ndim, len(places))).reshape(x.shape)
 
 
 def _in_own_chunks(problem: Problem, division: Division, positions: jax.Array, chunks: jax.Array) -> jax.Array:
@@ -722,7 +842,7 @@ def _with_bias_part(
             return total + x
         chunks = arrays["origin"][(division.device() - shift) % division.devices]
         sums = _by_chunks(total, -1, division.devices * division.chunks)
-        return sums.at[..., chunks, :].add(_by_chunks(x, -1, division.chunks)).reshape(total.shape)
+        return sums.at[..., chunks, :].add(_by_chunks(x, -1, len(chunks))).reshape(total.shape)
     _, key_start = _starts(problem, division, shift, a, b)
     row = a * division.part(problem.q_len) if extent.rows else 0
     at = [jnp.asarray(i, jnp.int32) for i in (*(0,) * (x.ndim - 2), row, key_start if extent.columns else 0)]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 import jax_flash
-from jax_flash import Layout
+from jax_flash import Layout, layouts
 
 
 def work(layout, cu_seqlens, tokens):
@@ -56,6 +56,8 @@ def test_any_documents(devices, share, lengths, tokens_given):
     assert chunks.shape[1] == 1 or tokens // chunks.size >= 128
     x = np.arange(tokens)
     np.testing.assert_array_equal(layout.inverse(layout.permute(x, 0), 0), x)
+    entries = layouts.document_entries(layout, cu_seqlens, tokens, causal=True)
+    np.testing.assert_array_equal(entries.sum(1), work(layout, cu_seqlens, tokens))
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4, 8, 64])
@@ -103,6 +105,8 @@ def test_long_and_short_documents():
         layout.chunks[:, :16] // 8, np.stack([np.arange(4), 7 - np.arange(4)], 1).repeat(8, 1)
     )
     assert len(set(work(layout, cu_seqlens, 16384))) == 1
+    shared = layouts.shared_chunks(layout, cu_seqlens, 16384)
+    np.testing.assert_array_equal(shared, np.arange(32)[None].repeat(4, 0) < 16)
 
 
 def test_a_million_tokens_take_milliseconds():

@@ -273,6 +273,28 @@ def test_remat_scan_and_vmap(layout):
     assert_close(dict(zip("qkv", actual, strict=True)), dict(zip("qkv", expected, strict=True)), rtol=1e-4, atol=1e-4)
 
 
+def test_only_shared_chunks_visit(monkeypatch):
+    """Devices 1 and 2 share a document in chunks 9 and 10, and send only these. Results of other chunks stay."""
+    own = [range(8), [8, 9, *range(16, 22)], [10, *range(22, 29)], [*range(11, 16), 29, 30, 31]]
+    layout = Layout(np.array([[*chunks] for chunks in own], np.int32))
+    blocks = BlockMask.from_mask(np.tri(512, dtype=bool), q_block=16, kv_block=16)
+    case = CASE(B=1, T=512, S=512, causal=True, dropout=0.3, bias="b1ts", mask="1n1s", sinks=1.0, block_mask=blocks)
+    documents = np.repeat(np.where(np.arange(32) == 10, 9, np.arange(32)), 16).astype(np.int32)[None]
+    arrays = case.arrays() | dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), documents)
+    sizes, permuted = [], Division.permuted
+
+    def recording(division, x, to):
+        jax.debug.callback(lambda: sizes.append(x.size))
+        return permuted(division, x, to)
+
+    monkeypatch.setattr(Division, "permuted", recording)
+    actual = jax.block_until_ready(sharded(case, arrays, 4, layout))
+    jax.effects_barrier()
+    assert_close(actual, jax.jit(functools.partial(results, case))(arrays))
+    keys_and_values = 2 * case.K * case.D * 16  # of one of the eight chunks of a device
+    assert keys_and_values <= min(sizes) and max(sizes) < 2 * keys_and_values
+
+
 VARLEN = {
     "causal": {"is_causal": True, "sinks": np.linspace(-1, 1, 4, dtype=np.float32)},
     "window": {"local_window_size": (9, 3), "logits_soft_cap": 2.0},

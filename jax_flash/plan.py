@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jax.typing import ArrayLike
+
 from jax_flash import _native, checks, custom_calls, sequence
 from jax_flash.operands import BROADCAST, CAPTURED, TANGENTS
 from jax_flash.problem import Problem, checked_problem
@@ -59,6 +61,7 @@ def explain(
     compiled: bool = False,
     devices: int = 1,
     tangents: Sequence[str] = (),
+    cu_seqlens: ArrayLike | None = None,
 ) -> Explanation:
     """Report the CUDA kernels and tiles of one pass of a problem, and why they were chosen.
 
@@ -75,6 +78,9 @@ def explain(
         kernel is compiled.
       devices: number of devices over which a call under `jit` shards the sequence. With more than one, the report tells
         how the call is divided. The kernels in the report are those of the whole call on one device.
+      cu_seqlens: cumulative lengths of packed documents, as in `varlen_attention`. With several devices, the report
+        compares layouts for these documents: the entries of the slowest device of each visit, divided by the mean of
+        all devices, and the megabytes of keys and values that a device sends in a forward.
       tangents: the arguments that have a tangent: some of "query", "key", "value", "bias", "sinks" and "scale". With
         them, the report is on the tangent pass of forward mode (`jax.jvp`).
 
@@ -99,6 +105,8 @@ def explain(
         raise TypeError(f"arch must be a str, not {checks.described(arch)}")
     if arch is not None and not re.fullmatch(r"sm_[1-9][0-9]{1,2}[af]?", arch):
         raise ValueError(f'arch must be "sm_80", "sm_90a", …, not {checks.described(arch)}')
+    if cu_seqlens is not None and devices == 1:
+        raise ValueError("cu_seqlens needs devices: pass the number of devices that share the documents")
     if tangents and backward:
         raise ValueError("tangents are of the forward: leave out backward=True")
     if tangents:
@@ -117,7 +125,7 @@ def explain(
     programs["score_tangent"] = score.score_tangent
     texts = {name: x.text for name, x in programs.items() if x is not None}
     source = _native.cuda_programs(call[0]) if texts else ""
-    division = sequence.explained(problem, devices) if devices > 1 else ""
+    division = sequence.explained(problem, devices, cu_seqlens) if devices > 1 else ""
     return Explanation(
         backward, chosen, counted, kernels, scratch_bytes, tuple(reasons), texts, source, division, bool(tangents)
     )

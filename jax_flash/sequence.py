@@ -37,8 +37,11 @@ from jax_flash import block_sparse, denominator, dropout, tile, windows
 from jax_flash.layouts import (
     Layout,
     SequenceLayout,
+    balance,
     chunks_of,
+    document_entries,
     shared_chunks,
+    zigzag_layout,
 )
 from jax_flash.masks import WindowSize
 from jax_flash.operands import DIFFERENTIATED, DIMS, ONCE_A_ROW, PER_ROW, Operands
@@ -53,6 +56,7 @@ Sums = dict[tuple[str, int], jax.Array]  # merged results or sums of gradients, 
 Use = Callable[["Visit", Arrays, Sums, Sums], tuple[Sums, Sums]]
 Tree = TypeVar("Tree")
 
+UNEQUAL = 1.1  # from this work of a ring's slowest devices over the mean on, equal work by heads is better
 TRAVELLING = tuple(name for name in Operands._fields if {"S", "T"} & {*DIMS.get(name, "")} == {"S"})  # with the keys
 
 
@@ -221,16 +225,17 @@ def with_best_layout(problem: Problem, division: Division) -> Division:
 
     The other layout needs exchanges of halves, so it must save at least a tenth of the time.
     """
-
     if division.chunks:
         return division
-
-    def time(over: Division) -> int:
-        return int(entries(problem, over).sum((1, 2)).max(-1).sum())  # each visit lasts as long as its slowest device
-
     other = division._replace(layout="zigzag" if division.layout == "contiguous" else "contiguous")
-    wins = other.refusal(problem) is None and time(other) < 0.9 * time(division)
+    wins = other.refusal(problem) is None and _imbalance(problem, other) < 0.9 * _imbalance(problem, division)
     return other if wins else division
+
+
+def _imbalance(problem: Problem, division: Division) -> float:
+    """Return the entries of the slowest device of each visit, divided by the mean entries of all devices."""
+    found = entries(problem, division).sum((1, 2))
+    return float(found.max(-1).sum() / max(found.sum() / division.devices, 1))
 
 
 def by_heads(problem: Problem, division: Division, parts: int) -> tuple[bool, str]:
@@ -249,16 +254,27 @@ def by_heads(problem: Problem, division: Division, parts: int) -> tuple[bool, st
     count = len(visits(problem, over)) - 1
     ring = count * problem.kv_heads + (once if over != division else 0)
     heads = once * (division.devices - 1) / division.devices
-    row = (
-        problem.q_len / division.devices * (problem.qk_dim + problem.v_dim) * jnp.dtype(problem.dtype).itemsize / 1e6
-    )  # of one head
+    row = _megabytes(problem, problem.q_len / division.devices)
     halves = "" if over == division else ", and halves of all rows for equal causal work"
     sent = f"by heads, each device sends {heads * row:.3g} MB"
-    return heads <= ring, f"{sent}; as a ring {ring * row:.3g} MB, its keys and values {count} times{halves}"
+    reason = f"{sent}; as a ring {ring * row:.3g} MB, its keys and values {count} times{halves}"
+    imbalance = _imbalance(problem, over)
+    if imbalance > UNEQUAL:
+        reason += f". The slowest device of each visit has {imbalance:.2f} times the mean work"
+    return heads <= ring or imbalance > UNEQUAL, reason
 
 
-def explained(problem: Problem, devices: int) -> str:
-    """Return how a call under `jit` divides a sequence over this number of devices, and why."""
+def _megabytes(problem: Problem, rows: float) -> float:
+    """Return the size of K and V, or Q and O, for this number of rows of one head."""
+    return problem.batch * rows * (problem.qk_dim + problem.v_dim) * jnp.dtype(problem.dtype).itemsize / 1e6
+
+
+def explained(problem: Problem, devices: int, cu_seqlens: ArrayLike | None = None) -> str:
+    """Return how a call under `jit` divides a sequence over this number of devices, and why.
+
+    Args:
+      cu_seqlens: cumulative lengths of packed documents. The text then compares layouts for them.
+    """
     division = Division(("devices",), devices)
     if problem.q_len != problem.kv_len:
         return "each device gathers all keys: queries and keys have different lengths"
@@ -267,7 +283,28 @@ def explained(problem: Problem, devices: int) -> str:
     heads, reason = by_heads(problem, division, devices)
     over = with_best_layout(problem, division)
     way = "by heads, with two all-to-all exchanges" if heads else f"as a ring in the {over.layout} layout"
-    return f"{devices} devices divide the sequence {way}: {reason}"
+    text = f"{devices} devices divide the sequence {way}: {reason}"
+    if cu_seqlens is None:
+        return text
+    tokens = problem.q_len
+    ways = {
+        "contiguous": Layout(np.arange(devices)[:, None]),
+        "zigzag": zigzag_layout(devices),
+        "balanced": balance(cu_seqlens, devices, tokens),
+    }
+    found = []
+    for name, layout in ways.items():
+        if tokens % layout.chunks.size == 0:
+            share = travelling_share(layout, cu_seqlens, tokens) if name == "balanced" else 1
+            counts = by_shift(document_entries(layout, cu_seqlens, tokens, problem.mask.reach.right == 0))
+            row = _megabytes(problem, share * tokens / devices) * problem.kv_heads
+            work = counts.max(1).sum() / max(counts.sum() / devices, 1)
+            last = max(shift for shift, most in enumerate(counts.max(1)) if most or shift == 0)
+            found.append(f"{name} {work:.2f}, {last * row:.3g} MB")
+    return (
+        f"{text}. A ring with these documents has this work of the slowest devices over the mean, and each device "
+        f"sends: {'; '.join(found)}"
+    )
 
 
 def by_shift(found: np.ndarray) -> np.ndarray:

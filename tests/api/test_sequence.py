@@ -584,6 +584,11 @@ def test_by_heads():
     assert chosen(Problem.of(x, x, x), 2)
     assert not chosen(Problem.of(x, x, x, mask=jnp.ones((8192, 8192), bool)), 2)
     assert not chosen(Problem.of(x, y, y), 16)
+    # Parts of 24 rows do not allow zigzag with dropout, and the ring of a causal call has unequal work.
+    x, y = (jax.ShapeDtypeStruct((1, 96, heads, 64), jnp.bfloat16) for heads in (32, 8))
+    dropout = {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}
+    assert not chosen(Problem.of(x, y, y, **dropout), 2)
+    assert chosen(Problem.of(x, y, y, **dropout, is_causal=True), 2)
 
 
 @pytest.mark.parametrize(
@@ -601,6 +606,18 @@ def test_explain(options, devices, text):
     explanation = jax_flash.explain(problem, arch="sm_90a", devices=devices)
     assert re.search(text, explanation.division) and explanation.division in str(explanation)
     assert not jax_flash.explain(problem, arch="sm_90a").division
+
+
+def test_explain_documents():
+    """The layouts have the work and the exchange of these documents."""
+    x, y = (jax.ShapeDtypeStruct((1, 8192, heads, 64), jnp.bfloat16) for heads in (32, 8))
+    problem = Problem.of(x, y, y, is_causal=True)
+    cu_seqlens = [0, 1024, 3072, 4096, 5120, 8192]
+    text = jax_flash.explain(problem, arch="sm_90a", devices=4, cu_seqlens=cu_seqlens).division
+    # Documents 1 and 4 are on devices 0 and 1, and on 2 and 3: a visit sends K and V of 2048 tokens once.
+    assert "contiguous 2.00, 4.19 MB; zigzag 2.00" in text and "balanced 1.0" in text
+    with pytest.raises(ValueError, match="cu_seqlens needs devices"):
+        jax_flash.explain(problem, arch="sm_90a", cu_seqlens=cu_seqlens)
 
 
 # --- under jit, with the partitioner ---

@@ -363,17 +363,17 @@ def _in_layout(
 ) -> Callable[..., jax.Array]:
     """Return a function of indices in the order of a layout for a score_mod or mask_mod."""
     chunks = jnp.asarray(layout.chunks, jnp.int32).reshape(-1)
-    size = max(problem.kv_len // len(chunks), 1)
 
-    def place(index: jax.Array) -> jax.Array:
+    def place(index: jax.Array, length: int) -> jax.Array:
+        size = max(length // len(chunks), 1)
         return chunks[index // size] * size + index % size
 
     def in_layout(*given: jax.Array) -> jax.Array:
         *others, query, key = given
-        position = place(query)
+        position = place(query, problem.q_len)
         if operands.query_offset is not None:
             position += operands.query_offset[others[-2]]
-        return mod(*others, position, place(key))
+        return mod(*others, position, place(key, problem.kv_len))
 
     return in_layout
 

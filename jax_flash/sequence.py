@@ -144,8 +144,6 @@ class Division(NamedTuple):
         parts = f"{whole} parts over {' x '.join(self.axes)} {layout}"
         if problem.q_len % whole or problem.kv_len % whole:
             return f"T = {problem.q_len} and S = {problem.kv_len} must be multiples of {whole}, for {parts}"
-        if self.chunks and problem.q_len != problem.kv_len:
-            return f"T = {problem.q_len} and S = {problem.kv_len} must be equal {layout}"
         rows, keys = problem.q_len // whole, problem.kv_len // whole
         if problem.drop_threshold and (rows % dropout.TILE or keys % dropout.TILE):
             return f"dropout needs a multiple of {dropout.TILE} rows and keys per part, not {rows} and {keys} ({parts})"
@@ -772,9 +770,10 @@ def _part_of_chunks(problem: Problem, division: Division, arrays: Arrays, shift:
     source = (device - shift) % division.devices
     mask, whole = problem.mask, division.devices * division.chunks
     rows, keys = (chunks.shape[1] * (length // whole) for length in problem.lengths)
-    owners = {"keys_of_rows": source, "rows_of_keys": device, "key_value_seq_lengths": source}
-    for name in owners.keys() & part.keys():
-        part[name] = _in_own_chunks(problem, division, part[name], chunks[owners[name]])
+    into = {"keys_of_rows": (source, keys), "rows_of_keys": (device, rows), "key_value_seq_lengths": (source, keys)}
+    for name in into.keys() & part.keys():
+        owner, length = into[name]
+        part[name] = _in_own_chunks(part[name], chunks[owner], length // chunks.shape[1], whole)
     for name, extent in problem.extents.items():
         if extent is not None and extent.columns:
             part[name] = _taken(part[name], -1, whole, chunks[source])
@@ -828,17 +827,18 @@ def _chunks_replaced(
     return chunks.at[at].set(_by_chunks(new, axis - x.ndim, len(places))).reshape(x.shape)
 
 
-def _in_own_chunks(problem: Problem, division: Division, positions: jax.Array, chunks: jax.Array) -> jax.Array:
-    """Return how many of a device's tokens come before each position.
+def _in_own_chunks(positions: jax.Array, chunks: jax.Array, size: int, count: int) -> jax.Array:
+    """Return how many tokens of some chunks come before each position.
 
     Args:
       positions: int32, from 0 to the length of the sequence.
-      chunks: the chunks of the device.
+      chunks: the chunks.
+      size: number of tokens of a chunk.
+      count: number of chunks of the sequence.
     """
-    count = division.devices * division.chunks
-    size = max(problem.kv_len // count, 1)
     owned = jnp.zeros(count + 1, jnp.int32).at[chunks].set(1)
     before = jnp.cumsum(owned, dtype=jnp.int32) - owned
+    size = max(size, 1)
     chunk = positions // size
     return before[chunk] * size + owned[chunk] * (positions % size)
 

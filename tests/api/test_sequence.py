@@ -132,8 +132,6 @@ def name_of(layout):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_one_device(case, layout):
-    if layout is CHUNKS and case.S != case.T:
-        pytest.skip("a layout of chunks needs equal lengths")
     arrays = case.arrays()
     expected = jax.jit(functools.partial(results, case))(arrays)
     assert_close(sharded(case, arrays, 4, layout), expected)
@@ -200,7 +198,7 @@ def bias_of_all_rows(table, slopes):
 @pytest.mark.parametrize("layout", ["zigzag", Layout(np.array([[0, 3], [1, 2]], np.int32))], ids=name_of)
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_other_implementations(implementation, layout):
-    case = CASE(B=1, T=64, S=64, K=4, causal=True)
+    case = CASE(B=1, T=64, S=64, K=4, causal=True, dropout=0.3)
     arrays = case.arrays()
     expected = jax.jit(functools.partial(results, case))(arrays)
     assert_close(sharded(case, arrays, 2, layout, implementation=implementation), expected)

@@ -143,8 +143,8 @@ struct Problem : RequestedGradients, MovingOperands {
   int64_t block_columns() const { return (kv_len + mask.kv_block - 1) / mask.kv_block; }
   int64_t element_words() const { return WordsOfLine(mask.kv_block); }
   // T and S, rounded up to whole blocks if there is a block mask.
-  int64_t q_len_in_blocks() const { return mask.block_mask.present ? block_rows() * mask.q_block : q_len; }
-  int64_t kv_len_in_blocks() const { return mask.block_mask.present ? block_columns() * mask.kv_block : kv_len; }
+  int64_t padded_q_len() const { return mask.block_mask.present ? block_rows() * mask.q_block : q_len; }
+  int64_t padded_kv_len() const { return mask.block_mask.present ? block_columns() * mask.kv_block : kv_len; }
   bool dropout() const { return drop_threshold > 0; }
   // The elements of `captured` and their number, without standard library functions, for the CPU kernels.
   const Captured* captured_arrays() const;

@@ -68,7 +68,7 @@ SumKind Join(SumKind a, SumKind b) {
 
 std::vector<Facts> FactsOf(const Problem& p, const Program& program) {
   const bool for_every_entry = &program == &p.mask.mask_mod;
-  const int64_t rows = p.q_len_in_blocks() + kMaxStep, keys = p.kv_len_in_blocks() + kMaxStep;
+  const int64_t rows = p.padded_q_len() + kMaxStep, keys = p.padded_kv_len() + kMaxStep;
   Range query = EveryValue(Type::i), key = query, query_anywhere = query, key_anywhere = query;
   if (!p.origin) {
     key = {0, double(p.kv_len - 1)};

@@ -13,8 +13,8 @@ namespace jax_flash {
 inline int64_t DivideUp(int64_t x, int64_t y) { return (x + y - 1) / y; }
 inline int64_t RoundUp(int64_t x, int64_t y) { return DivideUp(x, y) * y; }
 
-inline int64_t RowTiles(const Problem& p, int rows) { return DivideUp(p.q_len_in_blocks(), rows); }
-inline int64_t ColumnTiles(const Problem& p, int cols) { return DivideUp(p.kv_len_in_blocks(), cols); }
+inline int64_t RowTiles(const Problem& p, int rows) { return DivideUp(p.padded_q_len(), rows); }
+inline int64_t ColumnTiles(const Problem& p, int cols) { return DivideUp(p.padded_kv_len(), cols); }
 
 // Is a head dim above 256, so that tiles go through the kernels in slices (ampere/slices.cuh)?
 inline bool HasWideHeads(const Problem& p) { return IsWide(p.qk_dim) || IsWide(p.v_dim); }

@@ -230,8 +230,8 @@ int64_t HeadsAtATime(const Target& target, const Problem& p) {
 }
 
 // The number of heads with scratch memory, if row kernels are fused: four times the heads that are computed at a time,
-// because some are prepared before and some are converted after. If not all tiles are computed, heads take less time,
-// and six times as many have scratch memory.
+// because some are prepared before and some are converted after. With a causal mask or a block mask, heads take less
+// time, so it is six times as many.
 int64_t HeadsInScratch(const Target& target, const Problem& p) {
   return std::min(p.batch * p.q_heads, (FeaturesOf(p).Any(kCausal | kListed) ? 6 : 4) * HeadsAtATime(target, p));
 }
@@ -358,7 +358,7 @@ void hopper::AddBackward(const Target& target, const Problem& p, const KernelTil
   const int unit = AddUnit("hopper/backward.cuh", DependsOn::kMain, p, tiling, plan);
   const int64_t row_blocks = RowBlocks(p, tiling.rows);
   if (!tiling.fused_rows) plan->launches.push_back({unit, "jax_flash_backward_prepare", row_blocks, kRowThreads});
-  const int64_t tiles = RoundUp(p.kv_len_in_blocks(), kBackwardKeys) / tiling.cols;
+  const int64_t tiles = RoundUp(p.padded_kv_len(), kBackwardKeys) / tiling.cols;
   const int64_t heads = p.batch * (tiling.fused_rows ? p.q_heads : p.kv_heads);
   Launch launch = MainLaunch("jax_flash_backward", unit, tiling, heads * tiles, Maps::kBackward);
   if (!FeaturesOf(p).Any(kHeadDimsUpTo128)) launch.cluster = kBackwardKeys / tiling.cols;

@@ -227,7 +227,7 @@ std::string CudaRefusal(const Problem& p) {
       return sized("head dim", dim) + ": the CUDA kernels support multiples of 8 up to " + std::to_string(kMaxDim);
     }
   }
-  const int64_t longest = std::max(p.q_len_in_blocks(), p.kv_len_in_blocks());
+  const int64_t longest = std::max(p.padded_q_len(), p.padded_kv_len());
   if (longest > kMaxLength)
     return sized("length", longest) + ": the CUDA kernels support at most " + std::to_string(kMaxLength);
   if (p.batch * p.q_heads > 0 && DivideUp(longest, 16) > kMaxSize / p.batch / p.q_heads) {

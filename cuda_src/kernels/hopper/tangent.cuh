@@ -34,7 +34,7 @@ namespace jax_flash::hopper::tangent {
 
 constexpr int kQKSteps = (kQKDim + kStep - 1) / kStep;
 
-// Named barriers, each the first of several: one for each consumer warpgroup. 0 is that of __syncthreads.
+// Named barriers, each the first of several: one for each consumer warpgroup. __syncthreads uses 0.
 enum NamedBarrier { kTurnBarrier = 1 };
 
 // A consumer warpgroup. A lane has two of its rows: Row and Row + 8.
@@ -222,7 +222,7 @@ struct Consumer {
     IssueScores();
     PassTurn();
     z.Generate(p, Row(tile), j * kKeys);
-    WgmmaWait<kScoresMove && !kSoftCap ? 1 : 0>();  // until S is there, and the products for A of the tile before
+    WgmmaWait<kScoresMove && !kSoftCap ? 1 : 0>();  // for S, and for the products for A of the previous tile
     Pin(S);
     if (kSoftCap && kScoresMove) Pin(S_dot);
     if (!kFirst) Release(&shared.v_empty[v.Before().index]);

@@ -56,8 +56,8 @@ struct StaticNumbers {
 // condition.
 constexpr bool kUnevenTiles = (kCausal && !kWindow) || kLengths || kSegments || kProblem.ranges;
 
-// All q tiles, head by head. Each CTA starts with one, and takes more from a counter if the host passes one, which it
-// does if there are more tiles than CTAs. Within a causal head, the last rows come first, because they see the most
+// All q tiles, head by head. Each CTA starts with one tile. If there are more tiles than CTAs, the host passes a
+// counter from which CTAs take further tiles. Within a causal head, the last rows come first, because they see the most
 // keys. The last heads are interleaved, from their last tiles to their first, so the last tiles are short. With lengths
 // or segments, the work of tiles is irregular, and a static schedule could give the longest ones to one CTA.
 struct DynamicQTiles {

@@ -26,20 +26,21 @@ constexpr Row kForward[] = {
     {227, 64, {128, 128, 2, 2, true}},
     {227, 128, {128, 128, 2, 2, true}, kF32Bias},
     {227, 128, {128, 96, 2, 2, true}},
-    // Up to d = 64, three or four warpgroups hide each other's softmax. This row is for few keys,
+    // The next five rows are for many tiles up to d = 64. Three or four warpgroups hide each other's softmax.
+    // Few keys.
     {227, 64, {256, 64, 4, 8}, kAddsToScores | kDropout | kLocal | kManyKeys | kFewTiles},
-    // this one for many keys without a causal or local mask,
+    // Many keys without a causal or local mask.
     {227, 64, {192, 128, 3, 2}, kAddsToScores | kDropout | kCausal | kLocal | kSoftCap | kFewTiles},
-    // this one for causal and local masks, with which each warpgroup visits its own range of keys: up to 1.89 times as
-    // fast for packed sequences. It is also for a soft cap, which gains 2%, and 8% with a causal mask.
+    // Causal and local masks: each warpgroup visits its own range of keys, which is up to 1.89 times as fast for packed
+    // sequences. Soft caps: +2%, and +8% with a causal mask.
     {227, 64, {256, 64, 4, 8}, kAddsToScores | kDropout | kListed | kLongCausal | kFewTiles},
-    // This row is for block masks and long causal sequences,
+    // Block masks and long causal sequences.
     {227, 64, {192, 128, 3, 2}, kAddsToScores | kDropout | kLocal | kSoftCap | kFewTiles},
-    // and this one for a light score_mod.
+    // A light score_mod.
     {227, 64, {192, 112, 3, 2}, kBias | kHeavyMod | kDropout | kLocal | kFewTiles},
     // Few tiles.
     {227, 64, {128, 128, 2, 3}, kAddsToScores | kDropout | kLocal | kListed},
-    // The same with a window or a block mask. Two warpgroups share 64 queries, and each has half of the keys.
+    // Few tiles with a window or a block mask. Two warpgroups share 64 queries, and each has half of the keys.
     {227, 64, {128, 128, 4, 4}, kAddsToScores | kDropout | kSegments | kMaskMod},
     // Dropout without a causal mask: 176 keys are 8% faster with 1024 queries and keys. (dropout.md)
     {227, 64, {128, 176, 2, 2}, kAddsToScores | kSoftCap | kCausal | kLocal | kListed},

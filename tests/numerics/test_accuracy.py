@@ -79,7 +79,7 @@ def test_few_queries(T, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_some_queries(dtype):
-    """Many rows in a tile, groups that are not powers of two, and a negative scale, which reverses the order of scores."""
+    """Many rows in a tile, groups that are not powers of two, and a negative scale, which reverses the scores."""
     check(Case(B=1, T=33, S=1100, N=6, K=2, D=64, E=64, dropout=0.2, lengths=True, offset=True), dtype)
     case = Case(
         B=1, T=5, S=1100, N=9, K=3, sinks=2.0, window=(500, 100), segments=True, bias="11ts", dropout=0.1, scale=-0.3

@@ -41,11 +41,11 @@ struct Tuning {
   static constexpr bool kInitializesS = kRows == 64 && !(kTF32 && kSameKeys),
                         kStartsAtL = kInitializesS && !kFormsScores;
 
-  // Scores that are formed entry by entry need registers. So the product for dP starts late,
+  // Scores that are formed entry by entry need registers. Three choices save some. The product for dP starts late.
   static constexpr bool kLateDP = kFormsScores && kRows == 64 && !kHeadDimsUpTo64;
-  // masks in memory are loaded after S (above head dim 96 also for other scores, with a causal or local mask),
+  // Masks in memory are loaded after S. Above head dim 96 the same holds with a causal or local mask.
   static constexpr bool kLateMaskFetch = kLateDP || (kRows == 64 && kQKDim > 96 && (kCausal || kLocal));
-  // and a bias, or an array that a score_mod captures, is loaded a few entries at a time.
+  // A bias, or an array that a score_mod captures, is loaded a few entries at a time.
   static constexpr bool kBiasInParts =
       kAddsToScores && !kTiling.bias_tiles && (kPairs || (kBias && (kSoftCap || (kListed && kDropout && kQKDim > 96))));
 
@@ -84,17 +84,17 @@ struct Tuning {
   static constexpr bool kLateScale =
       !kFormsScores && !kFusedRows && kRows == 64 && kListed && kQKDim > 96 && !kDropout && !kCausal && !kLocal;
 
-  // Code must not move ahead of the exponentials after the masks,
+  // The last four are places where code must not move ahead. The first is before the exponentials, after the masks.
   static constexpr bool kStopAfterMask = (kPairs && !kBias && (kSoftCap || kSegments || kDropout || kMoreThanCausal)) ||
                                          ((kScoreMod || (kMaskMod && kSoftCap)) && !kHeadDimsUpTo64);
-  // of the exponentials of the second half of the rows, which would load their L earlier,
+  // Before the exponentials of the second half of the rows, which would load their L earlier.
   static constexpr bool kStopInSoftmax =
       kRows == 128 ? kDropout && !kFusedRows
                    : kQKDim > 96 && !kTF32 &&
                          (kTiling.bias_tiles || (kBias && kSoftCap) || (kListed && !kBias && (kSoftCap || !kDropout)));
-  // of dropout's random words,
+  // Before dropout's random words.
   static constexpr bool kStopBeforeZ = kDropout && (kFormsScores || kMaskMod);
-  // or of the last of these words.
+  // Before the last of these words.
   static constexpr bool kStopInZ = kDropout && kRows == 128;
 };
 

@@ -13,9 +13,10 @@ All-to-all sends Q, K, V and O once in the forward, and twice as much in the bac
 device then has different heads, so P is at most the number of key/value heads.
 
 Hosts have eight GPUs, with links of NVLINK bytes per second in each direction. Between hosts, every GPU has a network
-card with NETWORK bytes per second. A ring over several hosts is limited by the network, its slowest link. The time to
-start kernels and exchanges is ignored, and kernels are assumed to be as fast for short sequences as for long ones. So
-the predictions for short sequences are optimistic.
+card with NETWORK bytes per second. The mesh has an axis of hosts and an axis of the GPUs of a host. So keys visit all
+GPUs of a host before they move to the next host, and then all network cards send at the same time. The time to start
+kernels and exchanges is ignored, and kernels are assumed to be as fast for short sequences as for long ones. So the
+predictions for short sequences are optimistic.
 """
 
 import argparse
@@ -48,6 +49,11 @@ def kernel_rate(path: pathlib.Path) -> float:
     return flops / ranks / sum(slowest.values())
 
 
+def link_to(visit: int) -> float:
+    """Return the bytes per second of the links by which keys travel to a visit."""
+    return NVLINK if visit % HOST else NETWORK
+
+
 def seconds(length: int, devices: int, rate: float) -> dict[str, float]:
     """Return seconds of a forward and backward for each kind of sharding, and the kernels' part of it ("kernels")."""
     kernels = measure.attention_flops(1, HEADS, length, DIM, causal=True, backward=True) / devices / rate
@@ -56,9 +62,11 @@ def seconds(length: int, devices: int, rate: float) -> dict[str, float]:
     visits = devices - 1
     results = 3 / 2 * length / devices * HEADS * DIM  # elements of O: a visit has three pairs of halves
     merging = 2 * visits * results * (BF16 + 2 * F32) / MEMORY  # forward and backward
-    forward = max(kernels / 3.5 / devices, shard * BF16 / link) * visits + kernels / 3.5 / devices
-    backward = max(kernels * 2.5 / 3.5 / devices, shard * (BF16 + F32) / link) * visits + kernels * 2.5 / 3.5 / devices
-    found = {"kernels": kernels, "ring": forward + backward + merging + shard * F32 / link}
+    ring = merging + shard * F32 / link
+    for share, size in ((1 / 3.5, BF16), (2.5 / 3.5, BF16 + F32)):
+        visit = kernels * share / devices
+        ring += visit + sum(max(visit, shard * size / link_to(after)) for after in range(1, devices))
+    found = {"kernels": kernels, "ring": ring}
     if devices <= KV_HEADS:
         elements = length / devices * DIM * (2 * HEADS + 2 * KV_HEADS)  # Q, O, K and V
         sent = (1 + 2) * elements * BF16 * (devices - 1) / devices

@@ -17,7 +17,7 @@ import pathlib
 import measure
 import numpy as np
 import packed_devices
-from predict_devices import BF16, DIM, F32, HEADS, HOST, KV_HEADS, MEMORY, NETWORK, NVLINK, kernel_rate
+from predict_devices import BF16, DIM, F32, HEADS, HOST, KV_HEADS, MEMORY, NETWORK, NVLINK, kernel_rate, link_to
 from rich.console import Console
 from rich.table import Table
 
@@ -35,12 +35,14 @@ def seconds(found: np.ndarray, share: float, tokens: int, rate: float) -> float:
     devices = len(found)
     link = NVLINK if devices <= HOST else NETWORK
     shard = share * tokens / devices * KV_HEADS * DIM * 2  # elements of K and V
-    visits = sequence.by_shift(found).max(1)
+    visits = sequence.by_shift(found, min(HOST, devices)).max(1)
     last = max(shift for shift, most in enumerate(visits) if most or shift == 0)
     total = 0.0
     for flops, sent in ((2 * 2 * DIM, BF16), (2 * 5 * DIM, BF16 + F32)):
         times = [most * HEADS * flops / rate for most in visits[: last + 1]]
-        total += times[-1] + sum(max(time, shard * sent / link) for time in times[:-1])
+        total += times[-1] + sum(
+            max(time, shard * sent / link_to(after)) for after, time in enumerate(times[:-1], start=1)
+        )
     merged = sum(most > 0 for most in visits[1:]) * share * tokens / devices * HEADS * DIM * (BF16 + 2 * F32)
     return total + 2 * merged / MEMORY + (shard * F32 / link if last else 0)
 

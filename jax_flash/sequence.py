@@ -8,6 +8,9 @@ the gradients of keys and values travel with them.
 In some layouts devices would wait for each other. Under a causal mask and a contiguous layout, for example, the first
 devices have less work than the last. The devices then first exchange halves of their arrays to get the other layout.
 
+If several mesh axes divide the sequence, the devices along the last axis form an inner ring, and the inner rings form a
+ring. On several hosts, most exchanges then stay within a host.
+
 In a layout of chunks (`layouts.Layout`), a device has tokens from many places of the sequence, in increasing order. So
 the keys of a visit that a row sees under positional masks are consecutive. Each visit is one call with ranges. If
 devices share few chunks, only these take part in visits: rows and keys are gathered before, and results put back after.
@@ -69,6 +72,7 @@ class Division(NamedTuple):
     mesh_axes: tuple[str, ...] = ()  # the axes in the mesh's order, if that order differs
     ranks: tuple[int, ...] = ()  # the number of each device in the mesh's order, if that order differs
     chunks: int = 0  # number of chunks of a device in a layout of chunks
+    inner: int = 0  # number of devices of an inner ring, which is the last of several axes; 0 for one ring
     everywhere: tuple[str, ...] = ()  # all mesh axes of the program's manual devices
 
     @classmethod
@@ -80,9 +84,11 @@ class Division(NamedTuple):
         sizes = {axis: size for axis, size in shape.items() if axis in axes}
         ranks = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
         ranks = ranks.transpose([list(sizes).index(axis) for axis in axes]).ravel()
+        inner = shape[axes[-1]] if len(axes) > 1 else 0
+        division = cls(axes, ranks.size, layout, everywhere=everywhere, inner=inner)
         if tuple(sizes) == axes:
-            return cls(axes, ranks.size, layout, everywhere=everywhere)
-        return cls(axes, ranks.size, layout, tuple(sizes), tuple(ranks.tolist()), everywhere=everywhere)
+            return division
+        return division._replace(mesh_axes=tuple(sizes), ranks=tuple(ranks.tolist()))
 
     @property
     def parts(self) -> int:
@@ -128,6 +134,24 @@ class Division(NamedTuple):
         pairs = [(ranks[device], ranks[other]) for device, other in enumerate(to)]
         return lax.ppermute(x, self.mesh_axes or self.axes, pairs)
 
+    @property
+    def ring(self) -> int:
+        """The number of devices of an inner ring. Keys visit all devices of their inner ring before they leave it."""
+        return self.inner or self.devices
+
+    def source(self, device: Any, shift: Any) -> Any:
+        """Return the device whose keys visit a device at a visit: `shift` places before it.
+
+        The inner rings themselves form a ring. A shift counts visits, and ring visits in each inner ring. Then a place
+        is a step in both rings: shift % ring places in the inner ring, and shift // ring inner rings.
+        """
+        inner_ring = (device // self.ring - shift // self.ring) % (self.devices // self.ring)
+        return inner_ring * self.ring + (device - shift) % self.ring
+
+    def step(self, before: int, after: int) -> int:
+        """Return the shift by which keys travel between two visits, which are given as shifts."""
+        return (after // self.ring - before // self.ring) * self.ring + (after - before) % self.ring
+
     def sent(self, arrays: Tree, shift: int) -> Tree:
         """Send each device's arrays to the device `shift` places after it."""
         leaves, structure = jax.tree.flatten(arrays)
@@ -152,7 +176,8 @@ class Division(NamedTuple):
 
 
 def _permuted(division: Division, shift: int, x: jax.Array) -> jax.Array:
-    return division.permuted(x, [(device + shift) % division.devices for device in range(division.devices)])
+    sources = [division.source(device, abs(shift)) for device in range(division.devices)]
+    return division.permuted(x, sources if shift < 0 else np.argsort(sources).tolist())
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -202,7 +227,7 @@ def entries(problem: Problem, division: Division) -> np.ndarray:
     """Count the entries visible under causal masks and windows: [shift, part of rows, part of keys, device]."""
     shifts, devices = np.ogrid[: division.devices, : division.devices]
     first_rows = np.stack(division.starts(devices, problem.q_len))[None, :, None, 0]
-    first_keys = np.stack(division.starts((devices - shifts) % division.devices, problem.kv_len), 1)[:, None]
+    first_keys = np.stack(division.starts(division.source(devices, shifts), problem.kv_len), 1)[:, None]
     rows, keys = division.part(problem.q_len), division.part(problem.kv_len)
     return problem.mask.count(rows, keys, first_rows - first_keys)
 
@@ -210,24 +235,30 @@ def entries(problem: Problem, division: Division) -> np.ndarray:
 def visits(problem: Problem, division: Division) -> list[Visit]:
     """Return the visits in which some device sees a key, judged by causal masks and windows. Own keys come first."""
     if division.chunks:  # their positions are arrays
-        return [Visit(shift, min(shift, 1), ((0, 0),)) for shift in range(division.devices)]
-    visible = entries(problem, division).max(-1) > 0
-    visible[0] |= np.eye(division.parts, dtype=bool)
-    pairs = [tuple((a, b) for a, b in np.argwhere(shown).tolist()) for shown in visible]
+        pairs: list[tuple[tuple[int, int], ...]] = [((0, 0),)] * division.devices
+    else:
+        visible = entries(problem, division).max(-1) > 0
+        visible[0] |= np.eye(division.parts, dtype=bool)
+        pairs = [tuple((a, b) for a, b in np.argwhere(shown).tolist()) for shown in visible]
     shifts = [shift for shift, some in enumerate(pairs) if some]
-    return [Visit(shift, shift - before, pairs[shift]) for before, shift in itertools.pairwise([0, *shifts])]
+    return [
+        Visit(shift, division.step(before, shift), pairs[shift]) for before, shift in itertools.pairwise([0, *shifts])
+    ]
 
 
 def with_best_layout(problem: Problem, division: Division) -> Division:
-    """Return the division with the layout to compute in.
+    """Return the division with the layout and the rings to compute in.
 
-    The other layout needs exchanges of halves, so it must save at least a tenth of the time.
+    The other layout needs exchanges of halves, so it must save at least a tenth of the time. With a window, one ring of
+    all devices may need fewer visits than inner rings.
     """
     if division.chunks:
         return division
     other = division._replace(layout="zigzag" if division.layout == "contiguous" else "contiguous")
     wins = other.refusal(problem) is None and _imbalance(problem, other) < 0.9 * _imbalance(problem, division)
-    return other if wins else division
+    best = other if wins else division
+    flat = best._replace(inner=0)
+    return flat if len(visits(problem, flat)) < len(visits(problem, best)) else best
 
 
 def _imbalance(problem: Problem, division: Division) -> float:
@@ -250,10 +281,10 @@ def by_heads(problem: Problem, division: Division, parts: int) -> tuple[bool, st
     over = with_best_layout(problem, division)
     once = problem.q_heads + problem.kv_heads  # Q and O, K and V
     count = len(visits(problem, over)) - 1
-    ring = count * problem.kv_heads + (once if over != division else 0)
+    ring = count * problem.kv_heads + (once if over.layout != division.layout else 0)
     heads = once * (division.devices - 1) / division.devices
     row = _megabytes(problem, problem.q_len / division.devices)
-    halves = "" if over == division else ", and halves of all rows for equal causal work"
+    halves = "" if over.layout == division.layout else ", and halves of all rows for equal causal work"
     sent = f"by heads, each device sends {heads * row:.3g} MB"
     reason = f"{sent}; as a ring {ring * row:.3g} MB, its keys and values {count} times{halves}"
     imbalance = _imbalance(problem, over)
@@ -305,14 +336,15 @@ def explained(problem: Problem, devices: int, cu_seqlens: ArrayLike | None = Non
     )
 
 
-def by_shift(found: np.ndarray) -> np.ndarray:
+def by_shift(found: np.ndarray, inner: int = 0) -> np.ndarray:
     """Return the entries of each visit: [shift, device].
 
     Args:
       found: the entries by the device of the row and the device of the key.
+      inner: number of devices of an inner ring, 0 for one ring of all devices.
     """
     devices = np.arange(len(found))
-    return np.stack([found[devices, (devices - shift) % len(found)] for shift in devices])
+    return found[devices, Division((), len(found), inner=inner).source(devices, devices[:, None])]
 
 
 def travelling_share(layout: Layout, cu_seqlens: ArrayLike, tokens: int) -> float:
@@ -453,7 +485,7 @@ def _relaid(problem: Problem, name: str, x: jax.Array, before: Division, after: 
     zigzag layout one of the indices is even and the other odd. So the devices exchange the even halves, then the odd.
     """
     axis = _divided_axis(problem, name, x)
-    if axis is None or before == after:
+    if axis is None or before.layout == after.layout:
         return x
     odd = before.device() % 2 == 1
     to_zigzag = [[before.device_of(2 * d + i) for d in range(before.devices)] for i in range(2)]
@@ -571,24 +603,41 @@ def _ring(
             for of in (results, sums)
         )
     carry = packed, results, sums
-    alike = itertools.groupby(
-        zip(tour[1:], steps_ahead[1:], strict=True), lambda item: (item[0]._replace(shift=0), item[1])
-    )
-    done = 1
-    for (visit, ahead), group in alike:
-        shifts = np.array([visit.shift for visit, _ in group], np.int32)
-        given: tuple[Any, ...] = (shifts, *(x[done : done + len(shifts)] for x in needed))
-        done += len(shifts)
-        body = functools.partial(at, visit, ahead)
-        carry, _ = lax.scan(body, carry, given) if len(shifts) > 1 else body(carry, tuple(x[0] for x in given))
+    kinds = [(visit._replace(shift=0), ahead) for visit, ahead in zip(tour, steps_ahead, strict=True)]
+    given = np.array([visit.shift for visit in tour], np.int32), *needed
+
+    def through(
+        carry: tuple[Arrays, Sums, Sums], kinds: Sequence[tuple[Visit, int]], given: Sequence[Any]
+    ) -> tuple[Arrays, Sums, Sums]:
+        """Make some visits, equal ones in a loop."""
+        done = 0
+        for (visit, ahead), group in itertools.groupby(kinds):
+            count = len([*group])
+            now = tuple(x[done : done + count] for x in given)
+            done += count
+            body = functools.partial(at, visit, ahead)
+            carry, _ = lax.scan(body, carry, now) if count > 1 else body(carry, tuple(x[0] for x in now))
+        return carry
+
+    ring = division.ring
+    inner_rings = -(-len(tour) // ring)
+    first, last_begin = min(ring, len(tour)), (inner_rings - 1) * ring
+    if inner_rings > 3 and kinds[first:last_begin] == kinds[first : 2 * first] * (inner_rings - 2):
+        carry = through(carry, kinds[1:first], tuple(x[1:first] for x in given))
+        blocks = tuple(x[first:last_begin].reshape(-1, ring) for x in given)
+        carry, _ = lax.scan(lambda carry, now: (through(carry, kinds[first : 2 * first], now), None), carry, blocks)
+        carry = through(carry, kinds[last_begin:], tuple(x[last_begin:] for x in given))
+    else:
+        carry = through(carry, kinds[1:], tuple(x[1:] for x in given))
     _, results, sums = carry
     if not needed:
         return results, division.sent(sums, -tour[-1].shift)
     here, later = needed
     last = jnp.asarray([visit.shift for visit in tour], jnp.int32)[jnp.argmax(here * (1 - later))]
-    for bit in range((division.devices - 1).bit_length() if sums else 0):
-        back = functools.partial(division.sent, shift=-(1 << bit))
-        sums = lax.cond(last >> bit & 1, back, lambda same: same, sums)
+    for steps, unit, size in ((last % ring, 1, ring), (last // ring, ring, division.devices // ring)):
+        for bit in range((size - 1).bit_length() if sums else 0):
+            back = functools.partial(division.sent, shift=-(unit << bit))
+            sums = lax.cond(steps >> bit & 1, back, lambda same: same, sums)
     if some is arrays:
         return results, sums
     replaced = functools.partial(_chunks_replaced, problem, division)
@@ -655,7 +704,7 @@ def _needed(seen: jax.Array, division: Division, shifts: list[int]) -> tuple[jax
     A visit is needed if a row of some device may see a visiting key. The first visit always counts as needed.
     """
     device = division.device()
-    asked = seen.any((0, 2))[(device - jnp.asarray(shifts, jnp.int32)) % division.devices].at[0].set(True)
+    asked = seen.any((0, 2))[division.source(device, jnp.asarray(shifts, jnp.int32))].at[0].set(True)
     here = (lax.psum(asked.astype(jnp.int32), division.everywhere or division.axes) > 0).astype(jnp.int32)
     later = lax.cummax(here[::-1])[::-1]
     return here, jnp.append(later[1:], jnp.zeros_like(here[:1]))
@@ -719,7 +768,7 @@ def _packed(arrays: Arrays) -> tuple[Arrays, Callable[[Arrays], Arrays]]:
 def _starts(problem: Problem, division: Division, shift: int, a: int, b: int) -> tuple[jax.Array, jax.Array]:
     """Return the global indices of the first row and the first key of a pair."""
     device = division.device()
-    source = (device - shift) % division.devices
+    source = division.source(device, shift)
     return division.starts(device, problem.q_len)[a], division.starts(source, problem.kv_len)[b]
 
 
@@ -767,7 +816,7 @@ def _part_of_chunks(problem: Problem, division: Division, arrays: Arrays, shift:
     """Return the problem and the arrays for a visit in a layout of chunks."""
     part = dict(arrays)
     chunks, device = part.pop("origin"), division.device()
-    source = (device - shift) % division.devices
+    source = division.source(device, shift)
     mask, whole = problem.mask, division.devices * division.chunks
     rows, keys = (chunks.shape[1] * (length // whole) for length in problem.lengths)
     into = {"keys_of_rows": (source, keys), "rows_of_keys": (device, rows), "key_value_seq_lengths": (source, keys)}
@@ -877,7 +926,7 @@ def _with_bias_part(
     if division.chunks:
         if not extent.columns:
             return total + x
-        chunks = arrays["origin"][(division.device() - shift) % division.devices]
+        chunks = arrays["origin"][division.source(division.device(), shift)]
         sums = _by_chunks(total, -1, division.devices * division.chunks)
         return sums.at[..., chunks, :].add(_by_chunks(x, -1, len(chunks))).reshape(total.shape)
     _, key_start = _starts(problem, division, shift, a, b)

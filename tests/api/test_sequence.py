@@ -523,6 +523,7 @@ def test_windows_skip_invisible_visits():
     assert [visit.shift for visit in sequence.visits(problem, contiguous)] == [0, 1, 2]
     assert sequence.with_best_layout(problem, contiguous) == contiguous
     assert len(sequence.visits(problem, zigzag)) > 3
+    assert sequence.with_best_layout(problem, contiguous._replace(inner=2)) == contiguous  # one ring has fewer visits
 
 
 def test_one_exchange_for_several_dtypes():
@@ -692,6 +693,35 @@ def test_sequence_over_several_axes(axes, mode):
             return jax_flash.dot_product_attention(**arrays, is_causal=True, sequence_axis=axes)
 
         np.testing.assert_allclose(attend(arrays), expected["o"], atol=1e-5)
+
+
+@pytest.mark.parametrize("documents", [[0, 512], [0, 200, 440, 512]], ids=["one", "three"])
+def test_inner_rings(documents):
+    """Keys visit both devices of a host, then move to the next of four hosts, also if some visits are not needed."""
+    mesh = jax.make_mesh((4, 2), ("host", "device"), (AxisType.Auto,) * 2, devices=require_devices(8))
+    case = CASE(B=1, T=512, S=512, K=1, causal=True, dropout=0.3, bias="1n1s")
+    ids = np.repeat(np.arange(len(documents) - 1), np.diff(documents))[None]
+    arrays = case.arrays() | dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), ids)
+    layout = Layout(np.array([[3, 10], [2, 6], [0, 15], [1, 11], [4, 5], [7, 12], [8, 13], [9, 14]], np.int32))
+    over = {name: P(None, ("host", "device")) if name in ROWS and name != "bias" else P() for name in arrays}
+    arranged = {name: x if over[name] == P() else layout.permute(x, 1) for name, x in arrays.items()}
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(over, P()), out_specs=P(None, ("host", "device")))
+    def local(arrays, chunks):
+        where = {"sequence_axis": ("host", "device"), "sequence_layout": chunks}
+        return jax_flash.dot_product_attention(**arrays, **case.options, **where)
+
+    def pulled(attend, arrays, *rest):
+        inputs = {name: x for name, x in arrays.items() if name in DIFFERENTIATED}
+        o, pull = jax.vjp(lambda x: attend(arrays | x, *rest), inputs)
+        return pull(jnp.cos(o))[0] | {"o": o}
+
+    def alone(arrays):
+        return jax_flash.dot_product_attention(**arrays, **case.options)
+
+    actual = jax.jit(functools.partial(pulled, local))(arranged, layout)
+    actual |= {name: layout.inverse(actual[name], 1) for name in ("query", "key", "value", "o")}
+    assert_close(actual, jax.jit(functools.partial(pulled, alone))(arrays))
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the GPU kernels do not support float64")

@@ -23,6 +23,7 @@ if not _GPU:  # without LLVM's optimisations, XLA of jax 0.11.2 miscompiles some
     _FLAGS += " --xla_backend_optimization_level=0"
     if _MLIR:  # keep single operations out of fusions, which would be emitted by MLIR
         _FLAGS += " --xla_disable_hlo_passes=fusion-wrapper"
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # programs without the lines of code that made them
 os.environ["XLA_FLAGS"] = f"{_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
 if "PYTEST_XDIST_WORKER" in os.environ:  # one thread per worker for NumPy's products
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

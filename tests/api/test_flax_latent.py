@@ -29,16 +29,16 @@ class Linen:
 
     def __init__(self, dtype=jnp.float32, **options):
         self.module = jax_flash.linen.MultiHeadLatentAttention(HEADS, dtype=dtype, **DIMS | options)
-        self.params = self.module.init(jax.random.key(0), X)["params"]
+        self.params = jax.jit(self.module.init)(jax.random.key(0), X)["params"]
 
     def __call__(self, params, x, **call):
         return self.module.apply({"params": params}, x, **call)
 
     def cache(self, dtype=jnp.float32):
-        return self.module.clone(decode=True).init(jax.random.key(0), X.astype(dtype))["cache"]
+        return jax.jit(self.module.clone(decode=True).init)(jax.random.key(0), X.astype(dtype))["cache"]
 
     def pages(self, count, page):
-        return self._in_pages(count, page).init(jax.random.key(0), X[:, :1])["cache"]
+        return jax.jit(self._in_pages(count, page).init)(jax.random.key(0), X[:, :1])["cache"]
 
     def _in_pages(self, count, page):
         return self.module.clone(decode=True, pages=count, page=page)
@@ -54,20 +54,27 @@ class Nnx:
     def __init__(self, dtype=jnp.float32, **options):
         module = jax_flash.nnx.MultiHeadLatentAttention
         self.make = lambda: module(HEADS, FEATURES, dtype=dtype, rngs=nnx.Rngs(0), **DIMS | options)
-        self.params = nnx.to_pure_dict(nnx.state(self.make(), nnx.Param))
+        self.params = self._state(nnx.Param)
 
     def __call__(self, params, x, **call):
         return self._with(params, {})(x, **call)
 
     def cache(self, dtype=jnp.float32):
-        module = self.make()
-        module.init_cache(X.shape, dtype)
-        return nnx.to_pure_dict(nnx.state(module, nnx.Cache))
+        return self._state(nnx.Cache, lambda module: module.init_cache(X.shape, dtype))
 
     def pages(self, count, page):
-        module = self.make()
-        module.init_pages(count, page)
-        return nnx.to_pure_dict(nnx.state(module, nnx.Cache))
+        return self._state(nnx.Cache, lambda module: module.init_pages(count, page))
+
+    def _state(self, kind, change=lambda module: None):
+        """Return the variables of a new module, from one program: eager initializers compile dozens."""
+
+        @jax.jit
+        def state():
+            module = self.make()
+            change(module)
+            return nnx.to_pure_dict(nnx.state(module, kind))
+
+        return state()
 
     def _with(self, params, cache):
         module = self.make()
@@ -164,9 +171,9 @@ def test_packed_sequences(api):
     layer = api(q_lora_rank=12)
     ids, positions = np.repeat([[0, 1, 2]], 8, 1).repeat(2, 0), np.tile(np.arange(8), (2, 3))
     params = random_params(layer)
-    found = layer(params, X, positions=positions, segment_ids=ids)
+    found = jax.jit(layer)(params, X, positions=positions, segment_ids=ids)
     np.testing.assert_allclose(found, formulas(params, X, positions, ids), atol=2e-5)
-    np.testing.assert_allclose(found[:, 8:16], layer(params, X[:, 8:16]), atol=2e-5)
+    np.testing.assert_allclose(found[:, 8:16], jax.jit(layer)(params, X[:, 8:16]), atol=2e-5)
 
 
 def test_gradients(api):
@@ -183,10 +190,11 @@ def test_gradients(api):
 def test_other_transformations(api):
     """Leading dims, rematerialisation and vmap over inputs."""
     layer = api()
-    want = layer(layer.params, X)
-    deep = layer(layer.params, X.reshape(1, 2, 1, LENGTH, FEATURES))
+    attend = jax.jit(layer)
+    want = attend(layer.params, X)
+    deep = attend(layer.params, X.reshape(1, 2, 1, LENGTH, FEATURES))
     np.testing.assert_allclose(deep.reshape(want.shape), want, atol=1e-5)
-    mapped = jax.vmap(jax.checkpoint(lambda x: layer(layer.params, x)))(X)
+    mapped = jax.jit(jax.vmap(jax.checkpoint(lambda x: layer(layer.params, x))))(X)
     np.testing.assert_allclose(mapped, want, atol=1e-5)
 
 
@@ -197,7 +205,7 @@ def test_decoding(api, options, dtype):
     layer = api(dtype, **options)
     params, x = random_params(layer), X.astype(dtype)
     tolerance = 2e-5 if dtype == jnp.float32 else 0.05
-    want, cache, decode = layer(params, x), layer.cache(dtype), jax.jit(layer.decode)
+    want, cache, decode = jax.jit(layer)(params, x), layer.cache(dtype), jax.jit(layer.decode)
     assert cache["cached_latent"].shape == (BATCH, LENGTH, 32) and cache["cached_latent"].dtype == dtype
     for first, last in ((0, 3), *((i, i + 1) for i in range(3, 8)), (8, LENGTH)):
         found, cache = decode(params, cache, x[:, first:last])
@@ -213,12 +221,12 @@ def test_prompts_expanded_and_absorbed(api, absorbs, monkeypatch):
     """Both computations of a prompt that continues a cache give the same result."""
     monkeypatch.setattr(_latent, "absorbs", lambda *_: absorbs)
     layer = api(q_lora_rank=12)
-    want, cache = layer(layer.params, X), layer.cache()
+    want, cache, decode = jax.jit(layer)(layer.params, X), layer.cache(), jax.jit(layer.decode)
     calls = []
     attend = _latent.mla_attention
     monkeypatch.setattr(_latent, "mla_attention", lambda *args, **given: calls.append(args) or attend(*args, **given))
-    for first, last in ((0, 10), (10, 20)):
-        found, cache = layer.decode(layer.params, cache, X[:, first:last])
+    for first, last in ((0, 10), (10, 21)):  # each is traced
+        found, cache = decode(layer.params, cache, X[:, first:last])
         np.testing.assert_allclose(found, want[:, first:last], atol=2e-5)
     assert len(calls) == 2 * absorbs
 
@@ -237,7 +245,7 @@ def test_pages(api, dtype):
     layer = api(dtype, q_lora_rank=12)
     params, cache, x = random_params(layer), layer.pages(9, 16), X.astype(dtype)
     decode, tolerance = jax.jit(layer.decode), 2e-5 if dtype == jnp.float32 else 0.05
-    want = layer(params, x).astype(np.float32)
+    want = np.asarray(jax.jit(layer)(params, x), np.float32)
     table = np.array([[3, 7], [5, 0]])
     prompts = jnp.stack([x[0, :20], jnp.pad(x[1, :3], ((17, 0), (0, 0)), constant_values=7)])
     found, cache = decode(params, cache, prompts, page_table=table, lengths=np.array([20, 3]))
@@ -256,16 +264,16 @@ def test_pages(api, dtype):
 def test_rotary_frequencies(api):
     """The default frequencies, passed as numbers, change nothing. Others do."""
     layer = api()
-    want = layer(layer.params, X)
+    want = jax.jit(layer)(layer.params, X)
     frequencies = tuple(10000.0 ** (-i / 8) for i in range(0, 8, 2))
-    np.testing.assert_allclose(api(rope_frequencies=frequencies)(layer.params, X), want, atol=1e-5)
-    assert abs(api(rope_frequencies=(1.0,) * 4)(layer.params, X) - want).max() > 1e-3
+    np.testing.assert_allclose(jax.jit(api(rope_frequencies=frequencies))(layer.params, X), want, atol=1e-5)
+    assert abs(jax.jit(api(rope_frequencies=(1.0,) * 4))(layer.params, X) - want).max() > 1e-3
 
 
 def test_without_a_causal_mask(api):
     layer = api(is_causal=False)
-    reversed_ = layer(layer.params, X[:, ::-1], positions=np.arange(LENGTH)[::-1])
-    np.testing.assert_allclose(reversed_[:, ::-1], layer(layer.params, X), atol=2e-5)
+    reversed_ = jax.jit(layer)(layer.params, X[:, ::-1], positions=np.arange(LENGTH)[::-1])
+    np.testing.assert_allclose(reversed_[:, ::-1], jax.jit(layer)(layer.params, X), atol=2e-5)
 
 
 TABLE, ENDS = np.zeros((BATCH, 2), int), np.array([1, 1])
@@ -329,12 +337,12 @@ def test_errors_of_calls(api):
     with pytest.raises(TypeError, match="unexpected keyword argument 'mask': the arguments are"):
         layer(layer.params, X, mask=None)
     with pytest.raises(ValueError, match=r"latents must have shape \(2, 'T', 32\) with T <= 24 .*, not \(2, 48, 32\)"):
-        layer.decode(layer.params, layer.cache(), np.concatenate([X, X], 1))
+        jax.jit(layer.decode)(layer.params, layer.cache(), np.concatenate([X, X], 1))
     with pytest.raises(ValueError, match=r"latents must have shape \(2, 'T', 32\) .*, not \(1, 24, 32\)"):
-        layer.decode(layer.params, layer.cache(), X[:1])
+        jax.jit(layer.decode)(layer.params, layer.cache(), X[:1])
     narrow = api(kv_lora_rank=20)
     with pytest.raises(ValueError, match="last dim of latent must be a multiple of 8 from 8 to 576, not 28"):
-        narrow.decode(narrow.params, narrow.cache(), X[:, :1])
+        jax.jit(narrow.decode)(narrow.params, narrow.cache(), X[:, :1])
 
 
 def test_errors_of_nnx():

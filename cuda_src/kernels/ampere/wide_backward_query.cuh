@@ -82,8 +82,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         shared.q.template LoadColumns<kThreads>([&](int i) { return Q.At(i, 0); }, tile.row, p.q_len, kQKDim, wanted);
         shared.d_o.template LoadColumns<kThreads>([&](int i) { return dO.At(i, 0); }, tile.row, p.q_len, kVDim, wanted);
       },
-      [&] { shared.q.template Landed<kThreads>(), shared.d_o.template Landed<kThreads>(); },
-      [&](auto& slices, int column) { backward.Step(slices, column); });
+      [&] { shared.q.template Landed<kThreads>(), shared.d_o.template Landed<kThreads>(); }, backward);
   backward.Write();
 }
 

@@ -151,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) jax_flash_forward(cons
           const auto row = [&](int row) { return Q.At(row / kPacked, row % kPacked * kQKDim); };
           shared.q.template LoadColumns<kThreads>(row, tile.row, RowsOfHead(p), kQKDim);
         },
-        [&] { shared.q.template Landed<kThreads>(); }, [&](auto& slices, int column) { forward.Step(slices, column); });
+        [&] { shared.q.template Landed<kThreads>(); }, forward);
     forward.Write();
   } while (q_tiles.Next());
 }

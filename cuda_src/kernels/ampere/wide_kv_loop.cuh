@@ -6,13 +6,13 @@
 
 namespace jax_flash::ampere {
 
-// Calls step(slices, column) for the kv tiles that the q tile sees, from right to left. A step takes kCount slices: all
-// of K, all of V, and so on. Before the loop, `load` starts the loads that stay, and `landed` runs after the thread's
-// own loads have arrived. The threads have synchronised when it returns.
-template <int kCount, typename Load, typename Landed, typename Step>
+// Calls pass.Step(slices, column) for the kv tiles that the q tile sees, from right to left. A step takes kCount slices:
+// all of K, all of V, and so on. Before the loop, `load` starts the loads that stay, and `landed` runs after the
+// thread's own loads have arrived. The threads have synchronised when it returns.
+template <int kCount, typename Load, typename Landed, typename Pass>
 __device__ __forceinline__ void LoopOverSlices(const Params& p, const QTile& tile,
                                                SharedTile<kKeys, kSlice> (&buffers)[kStages], Load load, Landed landed,
-                                               Step step) {
+                                               Pass& pass) {
   KVRange<kListed> range(tile);
   const auto take = [&] {  // the first key of the next tile, or -1
     const int column = range.Exists() ? range.Column() : -1;
@@ -35,7 +35,7 @@ __device__ __forceinline__ void LoopOverSlices(const Params& p, const QTile& til
   auto slices = SlicesOf<kCount, kThreads>(buffers, load_slice);
   slices.Start();
   landed();
-  for (; column >= 0; column = later_column, later_column = take()) step(slices, column);
+  for (; column >= 0; column = later_column, later_column = take()) pass.Step(slices, column);
   CpAsyncWait<0>();  // a CTA must not exit before its loads complete
   __syncthreads();
 }

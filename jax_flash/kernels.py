@@ -28,8 +28,8 @@ LogKernel = Callable[..., jax.Array]
 class DistanceKernel:
     """A kernel of the scaled distance. Create it with one of the functions in this module.
 
-    `log` is a function of d² and the parameters that returns the logarithm of the kernel. If the kernel is `sharp`, it
-    is not smooth at d = 0, and `log` takes a bound of the rounding error of d² after d².
+    `log` is a function of d² and the parameters that returns the logarithm of the kernel. If it is not smooth at 0, the
+    kernel is `sharp`, and `kernel_sum` replaces d² by 0 if rounding errors dominate it.
     """
 
     log: LogKernel = dataclasses.field(metadata={"static": True})
@@ -59,12 +59,12 @@ def laplace(length_scale: ArrayLike) -> DistanceKernel:
 
 def matern32(length_scale: ArrayLike) -> DistanceKernel:
     """Matérn kernel of smoothness 3/2, (1 + √3 d) exp(-√3 d). It raises the errors of `gaussian`."""
-    return DistanceKernel(_matern32, _length_scale(length_scale))
+    return DistanceKernel(_matern32, _length_scale(length_scale), sharp=True)
 
 
 def matern52(length_scale: ArrayLike) -> DistanceKernel:
     """Matérn kernel of smoothness 5/2, (1 + √5 d + 5d²/3) exp(-√5 d). It raises the errors of `gaussian`."""
-    return DistanceKernel(_matern52, _length_scale(length_scale))
+    return DistanceKernel(_matern52, _length_scale(length_scale), sharp=True)
 
 
 def rational_quadratic(length_scale: ArrayLike, alpha: ArrayLike) -> DistanceKernel:
@@ -110,16 +110,8 @@ def _gaussian_jvp(primals, tangents):
     return _gaussian(*primals), -0.5 * tangents[0]
 
 
-@jax.custom_jvp
-def _laplace(d2: jax.Array, noise: jax.Array) -> jax.Array:
-    return -jnp.sqrt(jnp.where(d2 > noise, d2, 0))
-
-
-@_laplace.defjvp
-def _laplace_jvp(primals, tangents):
-    d2, noise = primals
-    far = d2 > noise
-    return _laplace(d2, noise), jnp.where(far, -0.5 / jnp.sqrt(jnp.where(far, d2, 1)), 0) * tangents[0]
+def _laplace(d2: jax.Array) -> jax.Array:
+    return -_root(d2)
 
 
 @jax.custom_jvp

@@ -6,9 +6,9 @@
 
 namespace jax_flash::ampere {
 
-// Calls pass.Step(slices, column) for the kv tiles that the q tile sees, from right to left. A step takes kCount slices:
-// all of K, all of V, and so on. Before the loop, `load` starts the loads that stay, and `landed` runs after the
-// thread's own loads have arrived. The threads have synchronised when it returns.
+// Calls pass.Step(slices, column) for the kv tiles that the q tile sees, from right to left. A step takes kCount
+// slices: all of K, all of V, and so on. Before the loop, `load` starts the loads that stay, and `landed` runs after
+// the thread's own loads have arrived. The threads have synchronised when it returns.
 template <int kCount, typename Load, typename Landed, typename Pass>
 __device__ __forceinline__ void LoopOverSlices(const Params& p, const QTile& tile,
                                                SharedTile<kKeys, kSlice> (&buffers)[kStages], Load load, Landed landed,

@@ -36,7 +36,7 @@ struct WideScores {
   // `edge`: may positions mask entries of the tile?
   __device__ __forceinline__ void ApplyMasks(bool edge) {
     if (!part.active) return;
-    Cap(scores.p, S);
+    SoftCapTanh(scores.p, S);
     if (!scores.block.Full() || edge) scores.ApplyMasks(PositionsOf(scores.p, scores.batch), S);
   }
 

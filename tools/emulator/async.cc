@@ -129,10 +129,11 @@ void CpAsync(Step& s) {  // to, from, 16, bytes (the rest is zero-filled)
   });
 }
 
-void TmaLoad(Step& s) {  // to, map, coordinates, barrier
+namespace {
+
+void LoadBox(Step& s, uint32_t to, uint32_t barrier) {
   const TensorMap map = *reinterpret_cast<const TensorMap*>(s[1]);
-  const uint32_t barrier = uint32_t(s[6]);
-  uint8_t* const box = Shared(uint32_t(s[0]), map.rows * 128, 1024);
+  uint8_t* const box = Shared(to, map.rows * 128, 1024);
   Unset(box, map.rows * 128);
   const int at[4] = {int(s[2]), int(s[3]), int(s[4]), int(s[5])};
   Schedule(Word(barrier), [=] {
@@ -149,6 +150,16 @@ void TmaLoad(Step& s) {  // to, map, coordinates, barrier
     });
     Update(barrier, 0, -int(map.rows) * 128);
   });
+}
+
+}  // namespace
+
+void TmaLoad(Step& s) {  // to, map, coordinates, barrier[, mask of the blocks that receive a copy]
+  const uint32_t to = uint32_t(s[0]), barrier = uint32_t(s[6]);
+  if (s.size() == 7) return LoadBox(s, to, barrier);
+  for (uint32_t rank = 0; rank < 16; ++rank) {
+    if (s[7] >> rank & 1) LoadBox(s, (to & 0xFFFFFF) | rank << 24, (barrier & 0xFFFFFF) | rank << 24);
+  }
 }
 
 void TmaStore(Step& s) {  // map, coordinates, from

@@ -29,6 +29,17 @@ __device__ __forceinline__ void TmaLoad(void* shared, const TensorMap* map, uint
       : "memory");
 }
 
+// The same to both CTAs of a cluster (multicast): to the same address in each, and with the same barrier of each.
+__device__ __forceinline__ void TmaLoadToPair(void* shared, const TensorMap* map, uint64_t* barrier, int d, int time,
+                                              int head, int batch) {
+  constexpr uint16_t kBoth = 0b11;
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(SharedAddress(shared)),
+      "l"(map), "r"(SharedAddress(barrier)), "r"(d), "r"(time), "r"(head), "r"(batch), "h"(kBoth)
+      : "memory");
+}
+
 // cp.async.bulk.tensor, shared memory to HBM, in the bulk group of this thread.
 __device__ __forceinline__ void TmaStore(const TensorMap* map, const void* shared, int d, int time, int head,
                                          int batch) {

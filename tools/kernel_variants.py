@@ -197,6 +197,11 @@ def cover() -> Iterator[Case]:
             yield Case(**chosen)
     for chosen in pairs(dims=DIMS, **PLAIN_SCORES | {"bias": ("none",), "mask": (False,), "gradients": ("all",)}):
         yield Case("sm_90a", "bfloat16", **chosen)
+    # Hopper's forward for wide heads.
+    names = ("causal", "window", "lengths", "segments", "ranges", "query_offset", "soft_cap", "sinks")
+    wide = {name: FEATURES[name] for name in names} | {"dims": ((512, 512), (576, 328))}
+    for chosen in pairs(dtype=DTYPES[:2], **wide):
+        yield Case("sm_90a", **PLAIN | {"gradients": "none"} | chosen)
     # The single-kernel backward. If heads share keys, it sums dK and dV.
     common = {"q_len": (4096, 512), "sinks": (False, True), "gradients": ("all", "query")}
     for kv_heads in (4, 1):

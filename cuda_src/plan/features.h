@@ -75,6 +75,7 @@ inline bool ScoreModIsNotInlined(const Problem& p) {
   FEATURE(kUnpairedBlocks, "blocks of keys whose size is not a multiple of 128", p.mask.kv_block % kBackwardKeys != 0) \
   FEATURE(kSmallCap, "logits_soft_cap below 0.01", p.score.logits_soft_cap > 0 && p.score.logits_soft_cap < 0.01)      \
   FEATURE(kHeadDimsUpTo128, "head dims up to 128", std::max(p.qk_dim, p.v_dim) <= 128)                                 \
+  FEATURE(kValueDimAbove512, "a value head dim above 512", p.v_dim > 512)                                              \
   FEATURE(kUnrounded, "a differentiated scale", p.output_dtype() != p.dtype)
 
 // Features of the problem in tiles of `rows` queries, on `target`.

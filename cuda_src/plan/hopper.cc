@@ -71,6 +71,12 @@ constexpr Row kForwardF32[] = {
     {227, 128, {128, 32, 2, 2}},
 };
 
+// Wide heads: two CTAs of a cluster share K and V (wide-heads.md).
+constexpr FeatureBits kSupportedWide = kPositions | kSegments | kSoftCap | kSmallCap | kUnpairedBlocks | kPreferences;
+constexpr Row kWideForward[] = {
+    {227, kMaxDim, {128, 64, 2, 1}},
+};
+
 // The backward does not keep scores, so captured arrays cannot have gradients that depend on them. It has no room for
 // two kinds of slopes, or for large slopes in float16.
 constexpr FeatureBits kSupportedBackward = kSupported & ~(kGradientsOfScore | kUnkeptSlopes);
@@ -116,12 +122,14 @@ constexpr Row kBackwardBias[] = {
 };
 
 constexpr Table kForwardTable = {{kForward, kSupported}, {kForwardF32, kSupported}};
+constexpr Table kWideForwardTable = {{kWideForward, kSupportedWide}, {kForwardF32, kSupported}};
 constexpr Table kBackwardTable = {{kBackward, kSupportedBackward}, {kBackwardF32, kSupportedBackward}};
 constexpr Rows kTangentRows = {kTangent, kSupportedTangent}, kBackwardBiasRows = {kBackwardBias, kSupportedBias};
 
 const Rows& RowsOf(const Problem& p, Pass pass) {
   if (pass == Pass::kTangent) return kTangentRows;
-  return (pass == Pass::kForward ? kForwardTable : kBackwardTable).Of(p.dtype);
+  if (pass == Pass::kBackward) return kBackwardTable.Of(p.dtype);
+  return (HasWideHeads(p) ? kWideForwardTable : kForwardTable).Of(p.dtype);
 }
 
 // The tilings that fit. Empty if none do, or if the GPU is not Hopper.
@@ -288,6 +296,15 @@ void AddRowLaunch(const Target& target, const Problem& p, Launch launch, Plan* p
   plan->launches.push_back(launch);
 }
 
+// A cluster of two CTAs has a tile of 128 queries.
+void AddWideForward(const Problem& p, const KernelTiling& tiling, Plan* plan) {
+  const int unit = AddUnit("hopper/wide_forward.cuh", DependsOn::kEveryPass, p, tiling, plan);
+  const int cluster = tiling.rows / 64;
+  Launch launch = MainLaunch("jax_flash_forward", unit, tiling, cluster * Tiles(p, tiling), Maps::kForward);
+  launch.cluster = cluster;
+  plan->launches.push_back(launch);
+}
+
 }  // namespace
 
 Tilings hopper::Candidates(const Target& target, const Problem& p, Pass pass) {
@@ -343,6 +360,7 @@ std::string hopper::WhyNotBias(const Target& target, const Problem& p) {
 }
 
 void hopper::AddForward(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan) {
+  if (HasWideHeads(p)) return AddWideForward(p, tiling, plan);
   PrepareMasksByRow(p, plan);
   const int unit = AddUnit("hopper/forward.cuh", DependsOn::kEveryPass, p, tiling, plan);
   AddRowLaunch(target, p, MainLaunch("jax_flash_forward", unit, tiling, Tiles(p, tiling), Maps::kForward), plan);

@@ -591,6 +591,8 @@ SEVERAL_TILES = {
         "bfloat16",
     ),
     "clusters": (Case(B=1, T=130, S=200, N=3, K=1, D=256, E=256, causal=True, dropout=0.2), "bfloat16"),
+    "wide heads": (Case(B=1, T=330, S=330, N=2, K=1, D=264, E=264, causal=True), "bfloat16"),
+    "wide heads with empty tiles": (Case(B=3, T=260, S=330, N=1, K=1, D=320, E=512, lengths=True), "bfloat16"),
     "O in boxes": (Case(B=1, T=300, S=70, N=3, K=1, D=192, E=192), "float16"),
     "TF32": (Case(B=1, T=130, S=300, N=3, K=1, D=64, E=64, causal=True, offset=True), "tf32"),
     "TF32 of 128 dims": (Case(B=1, T=70, S=300, N=5, K=1, D=128, E=128, window=(250, 200), segments=True), "tf32"),

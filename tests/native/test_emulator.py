@@ -53,6 +53,6 @@ def test_tiles_of_256_queries(multiprocessors, options):
 @pytest.mark.slow
 def test_kernels_for_racecheck():
     """With JAX_FLASH_RACECHECK all lanes arrive at mbarriers, and the barriers' counts include them."""
-    names = ("causal", "three kernels", "clusters", "TF32", "TF32 of 128 dims", "block mask", "dbias")
+    names = ("causal", "three kernels", "clusters", "wide heads", "TF32", "TF32 of 128 dims", "block mask", "dbias")
     cases = [f"emulator_checks.py::test_random_schedule[cpu-{name}]" for name in names]
     run_checks(*cases, JAX_FLASH_EMULATE="sm_90", JAX_FLASH_NVRTC_OPTIONS="-DJAX_FLASH_RACECHECK")

@@ -46,7 +46,9 @@ def test_explanation_matches_plan():
         ),
         ({"q_len": 1, "kv_len": 4096}, False, "few queries see many keys"),
         ({"deterministic": True, "qk_dim": 256}, True, "a separate kernel for Ampere and later sums dQ"),
-        ({"qk_dim": 512}, False, "the Hopper forward is not used: it has no tiles for head dims 512 and 64"),
+        ({"qk_dim": 512, "drop_threshold": 3277}, False, "its tiles of 128 x 64 do not support dropout$"),
+        ({"v_dim": 520}, False, "do not support a value head dim above 512$"),
+        ({"qk_dim": 512, "dtype": "float32"}, False, "it has no tiles for head dims 512 and 64"),
     ],
 )
 def test_reasons(changes, backward, reason):

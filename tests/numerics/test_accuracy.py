@@ -188,6 +188,7 @@ def test_few_registers(case):
 @pytest.mark.parametrize(("case", "dtype"), [
     (Case(T=40, S=140, N=2, K=1, D=512, E=256, causal=True, lengths=True, offset=True, sinks=1.0), "bfloat16"),
     (Case(B=1, T=70, S=90, N=1, K=1, D=320, E=320, segments=True, mask="1nts", dropout=0.2, soft_cap=2.0), "float16"),
+    (Case(B=1, T=140, S=200, N=2, K=1, D=512, E=512, window=(90, 40), segments=True, soft_cap=2.0), "float16"),
     (Case(B=1, T=70, S=90, N=1, K=1, D=64, E=264, window=(30, 20), bias="11ts", deterministic=True), "bfloat16"),
     (Case(B=1, T=70, S=90, N=1, K=1, D=264, E=8, window=(30, 20)), "float32"),
     (Case(B=1, T=80, S=100, N=2, K=1, D=8, E=384, block_mask=block_mask(1, 80, 100, 16, 32)), "bfloat16"),

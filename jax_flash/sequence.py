@@ -620,15 +620,23 @@ def _ring(
         return carry
 
     ring = division.ring
-    inner_rings = -(-len(tour) // ring)
-    first, last_begin = min(ring, len(tour)), (inner_rings - 1) * ring
-    if inner_rings > 3 and kinds[first:last_begin] == kinds[first : 2 * first] * (inner_rings - 2):
-        carry = through(carry, kinds[1:first], tuple(x[1:first] for x in given))
-        blocks = tuple(x[first:last_begin].reshape(-1, ring) for x in given)
-        carry, _ = lax.scan(lambda carry, now: (through(carry, kinds[first : 2 * first], now), None), carry, blocks)
-        carry = through(carry, kinds[last_begin:], tuple(x[last_begin:] for x in given))
+    head = ring if ring < len(tour) else 3 if needed and len(tour) > 4 else len(tour)
+
+    def others(carry: tuple[Arrays, Sums, Sums]) -> tuple[Arrays, Sums, Sums]:
+        """Make the visits after the first ones. Equal inner rings become a loop, except for the last."""
+        begin, block = head, kinds[head : head + ring]
+        count = (len(tour) - 1 - head) // ring
+        if count > 1 and kinds[head : head + count * ring] == block * count:
+            begin += count * ring
+            blocks = tuple(x[head:begin].reshape(count, ring) for x in given)
+            carry, _ = lax.scan(lambda carry, now: (through(carry, block, now), None), carry, blocks)
+        return through(carry, kinds[begin:], tuple(x[begin:] for x in given))
+
+    carry = through(carry, kinds[1:head], tuple(x[1:head] for x in given))
+    if needed and head < len(tour):  # one condition in place of many, because on a GPU the host waits for each
+        carry = lax.cond(needed[1][head - 1], others, lambda same: same, carry)
     else:
-        carry = through(carry, kinds[1:], tuple(x[1:] for x in given))
+        carry = others(carry)
     _, results, sums = carry
     if not needed:
         return results, division.sent(sums, -tour[-1].shift)

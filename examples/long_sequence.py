@@ -7,7 +7,8 @@
 The tokens are sharded over batch and time. The weights of the attention projections are sharded over the heads. The
 train step is the same for one device and for many. Under `jit`, XLA divides the operations on single tokens. jax_flash
 divides attention: its keys and values move around the devices of the axis `seq`. Both runs train on the same rows, one
-row for each device of the axis `batch`. At the end, their losses are compared and drawn.
+row for each device of the axis `batch`. At the end, their losses are compared and drawn. `packed_sequence.py` divides
+a sequence of packed documents.
 """
 
 from __future__ import annotations

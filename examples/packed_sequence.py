@@ -9,6 +9,7 @@ The same training in two processes, for example on two hosts. Each command start
 
 Every step packs other documents: paragraphs of Python's standard library. `jax_flash.balance` deals them to the
 devices, with equal tokens and about equal work in attention. The train step is compiled once.
+`long_sequence.py` divides a sequence without documents, also over batch and heads, under `jit` and without `shard_map`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import jax_flash
 from jax_flash import Layout
 
 Batch = dict[str, jax.Array]
+AXES = ("processes", "devices")  # keys visit the devices of a process before they move to the next process
 
 
 def parameters(args: argparse.Namespace) -> dict[str, Any]:
@@ -53,17 +55,15 @@ def normalized(x: jax.Array) -> jax.Array:
 
 def loss_of_part(params: dict[str, Any], batch: Batch, cu_seqlens: jax.Array, layout: Layout, heads: int) -> jax.Array:
     """Return the mean loss of all tokens. A device computes its own tokens. Only attention needs other tokens."""
-    angle = batch["position"][:, None] / 100 ** jnp.linspace(0, 1, params["embed"].shape[1] // 2)
+    angle = batch["position"][:, None] / 100 ** jnp.linspace(0, 1, params["embed"].shape[1] // 2)[None]
     x = params["embed"][batch["token"]] + jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], -1)
     for block in params["blocks"]:
         q, k, v = jnp.split((normalized(x) @ block["qkv"]).reshape(len(x), 3 * heads, -1), 3, axis=1)
-        o = jax_flash.varlen_attention(
-            q, k, v, cu_seqlens, is_causal=True, sequence_axis="devices", sequence_layout=layout
-        )
+        o = jax_flash.varlen_attention(q, k, v, cu_seqlens, is_causal=True, sequence_axis=AXES, sequence_layout=layout)
         x += o.reshape(x.shape) @ block["out"]
         x += jax.nn.gelu(normalized(x) @ block["up"]) @ block["down"]
     losses = optax.softmax_cross_entropy_with_integer_labels(x @ params["head"], batch["target"])
-    total = jax.lax.psum(jnp.stack([(losses * batch["weight"]).sum(), batch["weight"].sum()]), "devices")
+    total = jax.lax.psum(jnp.stack([(losses * batch["weight"]).sum(), batch["weight"].sum()]), AXES)
     return total[0] / total[1]
 
 
@@ -86,8 +86,9 @@ def packed(documents: list[bytes], tokens: int, rng: np.random.Generator) -> tup
 
 def train(args: argparse.Namespace, documents: list[bytes], devices: list[jax.Device]) -> tuple[list[float], float]:
     """Return the losses, and the tokens per second without the first step, which compiles."""
-    mesh = jax.make_mesh((len(devices),), ("devices",), (AxisType.Auto,), devices=devices)
-    whole, by_token = PartitionSpec(), PartitionSpec("devices")
+    shape = args.processes, len(devices) // args.processes
+    mesh = jax.make_mesh(shape, AXES, (AxisType.Auto,) * 2, devices=devices)
+    whole, by_token = PartitionSpec(), PartitionSpec(AXES)
     loss_of = jax.shard_map(
         functools.partial(loss_of_part, heads=args.heads),
         mesh=mesh,

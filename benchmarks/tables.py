@@ -226,6 +226,9 @@ declare({
         Grid(name, DIMS(64, 128, 256), product(LENGTHS(1024, 4096, 16384), CAUSAL), rates_and_fastest, {"pass": pass_})
         for name, pass_ in {"forward": "forward", "backward": "backward", "forward and backward": "both"}.items()
     )],
+    "wide": ["attention_wide", Grid(
+        "d = 512, TFLOP/s", product(LENGTHS(4096, 16384), CAUSAL), PASS, lambda row: f"{row['tflops']['jax_flash']:.0f}"
+    )],
     "dropout": ["attention_dropout", Grid("dropout 0.1, N = 4096", DIMS(64, 128), PASS_CAUSAL, rates_and_ratio)],
     "ampere": ["attention_sm80", Grid("N = 16384", DIMS(64, 128, 256), PASS_CAUSAL, rates_and_torch)],
     "masks": ["attention_masks", Grid("N = 16384", MASKS, product(DIMS(64, 128), PASS), rates_and_ratio)],

@@ -264,7 +264,7 @@ def with_best_layout(problem: Problem, division: Division) -> Division:
 def _imbalance(problem: Problem, division: Division) -> float:
     """Return the entries of the slowest device of each visit, divided by the mean entries of all devices."""
     found = entries(problem, division).sum((1, 2))
-    return float(found.max(-1).sum() / max(found.sum() / division.devices, 1))
+    return float(found.max(-1).sum()) / max(float(found.sum()) / division.devices, 1.0)
 
 
 def by_heads(problem: Problem, division: Division, parts: int) -> tuple[bool, str]:
@@ -327,7 +327,7 @@ def explained(problem: Problem, devices: int, cu_seqlens: ArrayLike | None = Non
             share = travelling_share(layout, cu_seqlens, tokens) if name == "balanced" else 1
             counts = by_shift(document_entries(layout, cu_seqlens, tokens, problem.mask.reach.right == 0))
             row = _megabytes(problem, share * tokens / devices) * problem.kv_heads
-            work = counts.max(1).sum() / max(counts.sum() / devices, 1)
+            work = counts.max(1).sum() / max(float(counts.sum()) / devices, 1.0)
             last = max(shift for shift, most in enumerate(counts.max(1)) if most or shift == 0)
             found.append(f"{name} {work:.2f}, {last * row:.3g} MB")
     return (

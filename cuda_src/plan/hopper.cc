@@ -31,8 +31,9 @@ constexpr Row kForward[] = {
     {227, 64, {256, 64, 4, 8}, kAddsToScores | kDropout | kLocal | kManyKeys | kFewTiles},
     // Many keys without a causal or local mask.
     {227, 64, {192, 128, 3, 2}, kAddsToScores | kDropout | kCausal | kLocal | kSoftCap | kFewTiles},
-    // Causal and local masks: each warpgroup visits its own range of keys, which is up to 1.89 times as fast for packed
-    // sequences. Soft caps: +2%, and +8% with a causal mask.
+    // Causal and local masks, and soft caps, which the rows around exclude. Each warpgroup visits its own range of
+    // keys,
+    // which is up to 1.89 times as fast for packed sequences.
     {227, 64, {256, 64, 4, 8}, kAddsToScores | kDropout | kListed | kLongCausal | kFewTiles},
     // Block masks and long causal sequences.
     {227, 64, {192, 128, 3, 2}, kAddsToScores | kDropout | kLocal | kSoftCap | kFewTiles},
@@ -87,11 +88,11 @@ constexpr Row kBackward[] = {
     {227, 64, {64, 128, 2, 2, true}},
     {227, 128, {64, 128, 2, 2, true}, kF32Bias | kSlopesAndSums},
     {227, 96, {64, 128, 2, 2}},
-    // Above d = 96, slopes are recomputed with a block mask, too, so the cap must not be small.
+    // These tiles keep slopes in registers. But above d = 96 with a block mask, they recompute them from P, like the
+    // first row.
     {227, 128, {64, 128, 2, 2}, kSmallCap | kSlopesAndSums},
-    // Above d = 128, pairs of CTAs share dQ (hopper/backward_pairs.cuh). Their warpgroups exchange P, so the slopes
-    // must
-    // be in P.
+    // Above d = 128, pairs of CTAs share dQ (hopper/backward_pairs.cuh). Their warpgroups exchange P, so slopes
+    // must be in P.
     {227, 256, {64, 64, 2, 2}, kHeadDimsUpTo128 | kUnpairedBlocks | kSmallCap | kSlopesNotInP},
 };
 

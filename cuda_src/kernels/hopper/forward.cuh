@@ -49,13 +49,13 @@ struct Consumer : Epilogue {
     PassTurn();
     GenerateZ(tile, j);
     WgmmaWait<1>();
-    if (kBiasTiles) AddBias();  // 11
+    if (kBiasTiles) AddBias();  // between 10 and 11; the paper has no bias
     FinishS(last);              // releases K, and after the last tile Q
     if (kMasked && kMasksInMemory && !Tuning::kEarlyCombineMasks) {
       if (OpaqueFalse()) return;  // never taken: otherwise ptxas moves the wait for the masks ahead of PassTurn
       CombineMasks(tile, j, only_bits);
     }
-    // 11. Skipped if no score changes and the warp finds by a vote that it sees all of a masked tile.
+    // 11. If masks alone change scores, a warp skips it if its vote says that it sees all entries of the tile.
     if (kChangesScores || !(kMasked && Tuning::kVote && tile_mask.AllVisible())) ToScores<kMasked>(tile, j);
     Maximum(alpha, shift);  // 12, 13
     Exponentials(shift);    // 12
@@ -76,8 +76,8 @@ struct Consumer : Epilogue {
 
   // Computes one tile of O: one iteration of line 8, with the loop of line 6 inside. Returns false at the end.
   __device__ __forceinline__ bool ComputeOTile(const TensorMap* o_map) {
-    // Waits until all lanes have read the previous QTile. When this warp releases Q of the tile that comes now, the
-    // producer may overwrite the previous QTile: there are twice as many places for QTiles as for tiles of Q.
+    // Waits until all lanes have read the previous QTiles. There are 2 kQBuffers places for QTiles, so when this warp
+    // releases Q of tile n, the producer may overwrite QTile n - kQBuffers.
     SyncWarp();
     MbarrierWait(&shared.q_full[q.Index()][row_group], q.Parity());
     // The tile stays in shared memory to save registers. Only the loop bounds are in registers. All threads read equal

@@ -144,12 +144,14 @@ struct Producer {
   }
 };
 
-// TF32: a warp that transposes every kTransposers-th box of V. A wait on a parity takes a phase for the phase two
-// before it. So the warp waits at `landed` for the boxes of all warps, and arrives at `transposed` for them.
+// TF32: a warp that transposes every kTransposers-th box of V. A wait for a parity cannot tell a phase from the one two
+// phases earlier, so a warp must not skip phases. At `landed` it waits for every box, also for the boxes that other
+// warps transpose, and arrives at `transposed` for these, too.
 //
-// At v_empty it waits only for its own boxes. This is safe. When a box of tile t has landed, K of tile t has been
-// loaded before it, so consumers had released K of tile t - kStages. By then they had released V of tile t - kStages
-// - 2. So with kStages >= 2, the phase before the awaited one, for V of tile t - 2 kStages, is over.
+// At v_empty it waits only for its own boxes. This is safe. A consumer releases V of tile u - 2, then K of tile u, then
+// V of tile u - 1 (FinishO comes after FinishS). When a box of tile t has landed, K of tile t has been loaded before
+// it, so consumers had released K of tile t - kStages, and before it V of tile t - kStages - 2. So with kStages >= 2,
+// the phase before the awaited one, for V of tile t - 2 kStages, is over.
 struct Transposer {
   static_assert(!kTF32 || kStages >= 2);
   Shared& shared;

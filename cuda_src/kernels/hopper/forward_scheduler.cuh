@@ -26,8 +26,8 @@ struct ListPrefetcher {
   const Params& p;
   Shared& shared;
   Ring<kPrefetchDepth> at;
-  // Each tile of O comes with at least one kv tile. So at most kPrefetchDepth tiles of O are ahead of the tile that is
-  // being loaded, and they need no barriers of their own.
+  // Each tile of O takes at least one entry of the ring, an empty one if it sees no keys. So at most kPrefetchDepth
+  // tiles of O are ahead of the tile that is being loaded, and they need no barriers of their own.
   Ring<kPrefetchDepth + 1> tiles;
 
   __device__ __forceinline__ void Run() {

@@ -33,8 +33,8 @@ struct Probabilities : Products {
   __device__ __forceinline__ void FetchMasks(const QTile& tile, int j, bool only_bits) {
     if (!kMasked || !kMasksInMemory) return;
     const Block<false> block(p.block_mask, kListed ? shared.listed[k.index].elements : kAllElements);
-    tile_mask.FetchBlock(block, Block<false>::kLines == kRows ? RowInTile() : Row(tile),
-                         Column(j));  // a tile may be a whole block
+    // FetchBlock takes the row modulo kLines. If a tile is a whole block, this is the row in the tile.
+    tile_mask.FetchBlock(block, Block<false>::kLines == kRows ? RowInTile() : Row(tile), Column(j));
     if (Tuning::kEarlyCombineMasks) CombineMasks(tile, j, only_bits);
   }
   // Combines all masks of tile j. `only_bits`: its block's element mask is its only mask.
@@ -56,7 +56,8 @@ struct Probabilities : Products {
       AddBiasTile<false>(rows, key_group * kWarpgroupKeys + c, S + c / 2);
     }
     FenceProxyAsync();  // before TMA overwrites the tile of the bias
-    // Every lane reads the tile, but one lane releases it. ldmatrix, which reads 16 bits, has synchronized the warp.
+    // Every lane reads the tile, but one lane releases it. ldmatrix, which reads a bias of 16 bits, has synchronized
+    // the warp.
     if (kBiasDType == DType::kF32) SyncWarp();
   }
 

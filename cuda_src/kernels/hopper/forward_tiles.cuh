@@ -54,7 +54,8 @@ struct Shared {
   alignas(1024) uint8_t v[kStages][SharedV::kBytes];                                                  // f32: V^T
   alignas(kBiasTiles ? 1024 : 1) uint8_t bias[kBiasTiles ? kStages : 1][kBiasTiles ? kBiasTile : 1];  // comes with k
   uint64_t q_full[kQBuffers][kRowGroups], q_empty[kQBuffers][kRowGroups];
-  // Comes with q. It is indexed by position, in two rounds of the ring: valid until the q of the next tile is released.
+  // Comes with q. Its index counts two rounds of q's ring (PackedRing::position). A QTile stays valid until q of the
+  // tile kQBuffers later is released.
   QTile tile[2 * kQBuffers][kRowGroups];
   uint64_t k_full[kStages], k_empty[kStages];
   uint64_t v_full[kStages], v_empty[kStages];

@@ -29,9 +29,9 @@ struct ListedTile {
   __device__ __forceinline__ bool Last() const { return word & 1; }
 };
 
-// The kv tiles that some of the rows [i0, i1) see, and the kv tiles that are fully visible to all these rows. A tangent
-// chooses the reference r of a row (hopper/tangent.cuh) in the first masked tile in which the row sees a key. So the
-// last key of every row must be in a masked tile.
+// The kv tiles that some of the rows [i0, i1) see, and the kv tiles that are fully visible to all these rows. The loop
+// goes from right to left. A tangent sets the reference r of a row (hopper/tangent.cuh) in the first masked tile in
+// which the row sees a key. So the tile with the last key of a row must count as masked.
 __device__ __forceinline__ Visible TilesOf(const Params& p, int batch, int i0, int i1) {
   const Visible keys = KeysOf(p, PositionsOf(p, batch), batch, i0, i1);
   const int begin = keys.any_lo / kKeys;

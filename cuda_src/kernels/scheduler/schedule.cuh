@@ -7,7 +7,8 @@
 
 namespace jax_flash {
 
-// A static schedule. If causal, a CTA takes tiles in pairs, the t-th from each end, because every pair has the same
+// A static schedule, for the backward and for q tiles with equal work. (A causal forward without a window has
+// DynamicQTiles.) If causal, a CTA takes tiles in pairs, the t-th from each end, because every pair has the same
 // work. A head's tile without a partner comes last. The CTAs of a cluster take the same tiles.
 //
 // Packed sequences may be causal, each on its own. With sequences of equal lengths, a CTA that takes every n-th tile
@@ -58,8 +59,9 @@ constexpr bool kUnevenTiles = (kCausal && !kWindow) || kLengths || kSegments || 
 
 // All q tiles, head by head. Each CTA starts with one tile. If there are more tiles than CTAs, the host passes a
 // counter from which CTAs take further tiles. Within a causal head, the last rows come first, because they see the most
-// keys. The last heads are interleaved, from their last tiles to their first, so the last tiles are short. With lengths
-// or segments, the work of tiles is irregular, and a static schedule could give the longest ones to one CTA.
+// keys. The heads with the highest indices are interleaved, from their longest tiles to their shortest, so the tiles at
+// the end are short. With lengths or segments, the work of tiles is irregular, and a static schedule could give the
+// longest ones to one CTA.
 struct DynamicQTiles {
   const Params& p;
   int number = blockIdx.x;
@@ -81,8 +83,9 @@ struct DynamicQTiles {
 };
 
 // All kv tiles, head by head, from a counter. Within a causal head, the first keys come first, because the most rows
-// see them. With a block mask, the longest list comes first. The last heads are interleaved, from their first tiles to
-// their last, so the last tiles are short. With a window, most tiles see equally many rows.
+// see them. With a block mask, the longest list comes first. The heads with the highest indices are
+// interleaved, from their longest tiles to their shortest, so the tiles at the end are short. With a window, most tiles
+// see equally many rows.
 struct DynamicKVTiles : DynamicNumbers {
   using DynamicNumbers::DynamicNumbers;
 

@@ -89,7 +89,8 @@ struct WindowSize {
   FIELD(bool, full_precision, false)         /* f32 only: no TF32 */                                                  \
   FIELD(bool, deterministic, false)          /* backward: bitwise reproducible gradients */                           \
   FIELD(bool, unrounded, false)              /* o and dq have the accumulation dtype */                               \
-  FIELD(bool, dlogsumexp, false)             /* backward only: an operand, the cotangent of m + log ℓ */
+  FIELD(bool, dlogsumexp, false)             /* backward only: an operand, the cotangent of m + log ℓ */              \
+  FIELD(bool, l_tangent, false)              /* tangent only: a result, the tangent of ℓ */
 
 #define JAX_FLASH_MEMBER(type, name, value) type name = value;
 struct Mask {

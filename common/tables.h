@@ -82,6 +82,6 @@ enum class Role {
 // The results of the tangent: those of o and l. (m is a constant.)
 #define JAX_FLASH_TANGENT_RESULTS(RESULT)                 \
   RESULT(void, o_tangent, p.output_dtype(), "BTNE", true) \
-  RESULT(void, l_tangent, p.accumulation_dtype(), "BNT", true)
+  RESULT(void, l_tangent, p.accumulation_dtype(), "BNT", p.l_tangent)
 
 }  // namespace jax_flash

@@ -203,7 +203,7 @@ struct Pass {
       const A mu = to_p * sum + sums.TermOfMu(p, given, b, n, reference);
       A* const a = query.a.row(r);
       for (int64_t c = 0; c < p.v_dim; ++c) a[c] = l == 0 ? 0 : a[c] * factor - mu * o.row(r)[c];
-      static_cast<A*>(out.l_tangent)[row] = l == 0 ? 0 : sum + l * reference;
+      if (p.l_tangent) static_cast<A*>(out.l_tangent)[row] = l == 0 ? 0 : sum + l * reference;
     }
     StoreRows(query.a, rows, p.v_dim, rows_of(out.o_tangent, p.output_dtype()));
   }

@@ -108,7 +108,8 @@ JAX_FLASH_STATIC_HOST_DEVICE constexpr SoftCap SoftCapOf(double cap) {
   FIELD(bool, value_tangent, tangent&& p.value_tangent)                           \
   FIELD(bool, bias_tangent, tangent&& p.bias_tangent)                             \
   FIELD(bool, sinks_tangent, tangent&& p.sinks_tangent)                           \
-  FIELD(bool, score_tangent, tangent&& p.score.score_tangent.present())
+  FIELD(bool, score_tangent, tangent&& p.score.score_tangent.present())           \
+  FIELD(bool, l_tangent, tangent&& p.l_tangent) /* a result */
 
 // The plan's choices, FIELD(type, name).
 #define JAX_FLASH_KERNEL_TILING(FIELD)                                                                     \
@@ -283,7 +284,7 @@ struct SinkParams : ProgramParams {
   FIELD(Broadcast<const float>, sinks_tangent,                                                    \
         BroadcastOf(static_cast<const float*>(tangents.sinks_tangent), p.sinks, p))               \
   FIELD(void*, o_tangent, tangent_results.o_tangent)                                              \
-  FIELD(float*, l_tangent, static_cast<float*>(tangent_results.l_tangent)) /* [batch, head, row] */
+  FIELD(float*, l_tangent, static_cast<float*>(tangent_results.l_tangent)) /* [batch, head, row], or null */
 struct TangentParams : SinkParams {
   JAX_FLASH_TANGENT_PARAMS(JAX_FLASH_MEMBER)
 };

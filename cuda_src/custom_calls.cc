@@ -337,7 +337,7 @@ void ExecuteTangent(const Problem& p, const Loaded& loaded, void* stream, Buffer
   if (!error.empty()) throw std::invalid_argument(error);
   if (NothingToCompute(p)) {
     Zero(results.o_tangent, p.elements("BTNE", ExtentOf(true)) * BytesOf(p.output_dtype()), stream);
-    Zero(results.l_tangent, p.elements("BTN", ExtentOf(true)) * 4, stream);
+    if (p.l_tangent) Zero(results.l_tangent, p.elements("BTN", ExtentOf(true)) * 4, stream);
     return;
   }
   CheckAligned({operands.query, operands.key, operands.value, operands.bias, operands.mask, given.o,

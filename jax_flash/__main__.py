@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add_tangent_flag(warmup, "also compile the tangent (jax.jvp)")
     warmup.add_argument(
-        "--dlogsumexp", action="store_true", help="compile the backward for calls that differentiate the logsumexp"
+        "--dlogsumexp", action="store_true", help="compile the derivatives for calls that differentiate the logsumexp"
     )
     warmup.add_argument(
         "--arch", nargs="+", metavar="ARCH", help="GPU architectures, such as sm_80 sm_90a (default: this machine's)"
@@ -357,18 +357,19 @@ def warm(args: argparse.Namespace) -> None:
     for name in BROADCAST:
         if name in gradients and not getattr(args, name):
             raise ValueError(f"--backward {name} needs this operand: add --{name}")
-    if args.dlogsumexp and not gradients:
-        raise ValueError("--dlogsumexp needs the backward: add --backward")
+    tangents = tangents_of(args)
+    if args.dlogsumexp and not gradients and not tangents:
+        raise ValueError("--dlogsumexp needs a derivative: add --backward or --tangent")
     archs = args.arch or cuda_archs()
     if not archs:
         raise ValueError(f"{NO_GPU}: name the architectures to compile for, such as --arch sm_80 sm_90a")
     passes = {"forward": problem}
     if gradients:
         passes["backward"] = problem.differentiated(grads, dlogsumexp=args.dlogsumexp)
-    if tangents := tangents_of(args):
+    if tangents:
         if problem.result_dtype("o") != problem.accumulation_dtype:  # forward mode takes O before it is rounded
             passes["forward with unrounded O"] = problem.without_rounding
-        passes["tangent"] = of_tangent(problem, tangents)
+        passes["tangent"] = dataclasses.replace(of_tangent(problem, tangents), l_tangent=args.dlogsumexp)
     for arch in archs:
         for name, one in passes.items():
             text, backward = one.encode(), name == "backward"

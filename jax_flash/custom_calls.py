@@ -327,7 +327,8 @@ def plain(call: Call, arrays: Arrays) -> Results:
         return blockwise.forward(call.problem, operands)
     if call.moving:
         moving = {name: arrays[TANGENTS[name]] for name in call.moving}
-        return blockwise.tangent(call.problem, operands, moving, *(arrays[name] for name in "olm"))
+        tangents = blockwise.tangent(call.problem, operands, moving, *(arrays[name] for name in "olm"))
+        return tangents[: len(call.results)]
     o, l, m, do = (arrays[name] for name in ("o", "l", "m", "do"))
     return blockwise.backward(call.problem, operands, o, l, m, do, arrays.get("dlogsumexp"))
 

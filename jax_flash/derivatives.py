@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, Primitive
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
 from jax.sharding import AbstractMesh
 
 from jax_flash import bits, blockwise, custom_calls, padding, partitioning
@@ -46,6 +47,7 @@ class Tangent(NamedTuple):
 
     of: Call | Tangent
     moving: tuple[str, ...]  # the arrays that have a tangent
+    without_l: bool = False  # for a forward: the tangent of l is not a result
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -57,7 +59,9 @@ class Tangent(NamedTuple):
     @property
     def results(self) -> tuple[str, ...]:
         """The results of the call that have a tangent."""
-        return ("o", "l") if self.forward else self.of.results
+        if self.forward:
+            return ("o",) if self.without_l else ("o", "l")
+        return self.of.results
 
     @property
     def problem(self) -> Problem:
@@ -139,8 +143,9 @@ def _custom_call(call: Tangent, arrays: tuple[jax.Array, ...]) -> tuple[Call, Ar
     for name in call.moving:
         dtype = call.problem.result_dtype("o") if name == "query" else named[name].dtype
         given[TANGENTS[name]] = named[call.tangent_of(name)].astype(dtype)
-    results = ("o_tangent", "l_tangent")
-    return Call(tuple(given), results, call.problem, fallback=True, moving=call.moving), given
+    problem = dataclasses.replace(call.problem, l_tangent="l" in call.results)
+    results = tuple(f"{name}_tangent" for name in call.results)
+    return Call(tuple(given), results, problem, fallback=True, moving=call.moving), given
 
 
 def _forward_results(call: Tangent, arrays: Arrays) -> Results:
@@ -167,7 +172,8 @@ def _plain(call: Call | Tangent, arrays: Arrays) -> Results:
     at = {name: arrays[name] for name in call.moving}
     along = {name: arrays[call.tangent_of(name)] for name in call.moving}
     if call.is_custom_call:
-        return blockwise.tangent(call.problem, Operands.of(arrays), along, *_forward_results(call, arrays))
+        tangents = blockwise.tangent(call.problem, Operands.of(arrays), along, *_forward_results(call, arrays))
+        return tangents[: len(call.results)]
     along = {name: x.astype(at[name].dtype) for name, x in along.items()}
     _, tangents = jax.jvp(lambda moved: _plain(call.of, arrays | moved), (at,), (along,))
     return tangents[: len(call.results)]
@@ -322,6 +328,17 @@ def _summed(x: jax.Array, like: Any) -> jax.Array:
     return (x.sum(once, keepdims=True) if once else x).astype(like.dtype)
 
 
+def _dce(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], JaxprEqn | None]:
+    """Eliminate dead code, as in custom_calls.py: few programs use the tangent of l, which costs the kernels a sum."""
+    eqn: JaxprEqn = live_and_eqn[-1]
+    call, zeros = eqn.params["call"], eqn.params["zeros"]
+    if call.forward and used == [True, False]:
+        zeros = zeros.replace(jaxpr=pe.dce_jaxpr(zeros.jaxpr, used, instantiate=True)[0])
+        params = eqn.params | {"call": call._replace(without_l=True), "zeros": zeros}
+        eqn = eqn.replace(outvars=eqn.outvars[:1], params=params)
+    return [any(used)] * len(eqn.invars), eqn if any(used) else None
+
+
 def _lower(ctx, *arrays, call: Tangent, zeros: ClosedJaxpr, mesh: AbstractMesh):
     with jax.sharding.use_abstract_mesh(mesh):  # which tells shard_map's axes
         return mlir.lower_fun(functools.partial(_evaluate, call=call))(ctx, *arrays)
@@ -334,5 +351,6 @@ primitive.def_abstract_eval(lambda *arrays, call, zeros, mesh: zeros.out_avals)
 ad.primitive_jvps[custom_calls.primitive] = _jvp
 ad.primitive_jvps[primitive] = _jvp_of_tangent
 ad.primitive_transposes[primitive] = _transpose
+pe.dce_rules[primitive] = _dce
 batching.primitive_batchers[primitive] = lambda arrays, axes, *, call, zeros, mesh: batched(_bind, call, arrays, axes)
 mlir.register_lowering(primitive, _lower)

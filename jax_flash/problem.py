@@ -69,6 +69,7 @@ class Problem(Description):
     unrounded: bool = False  # O and dQ have the accumulation dtype: tangents and the scale's gradient need them so
 
     dlogsumexp: bool = False  # only in a backward: whether the array is present
+    l_tangent: bool = False  # only in a tangent: whether it is a result, as the logsumexp needs it
     requested: tuple[str, ...] = ()  # only in a backward: the gradients, except of captured arrays; in order
     # Only in a tangent: the operands with tangents, in order. `captured` has the captured arrays, then their tangents.
     moving: tuple[str, ...] = ()

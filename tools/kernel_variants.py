@@ -326,7 +326,8 @@ def planned(cases: Iterable[Case]) -> Iterator[tuple[str, Variant]]:
         problem = case.problem.encode()
         passes = {"forward": (problem, False), "backward": (problem, True)}
         if not case.problem.page and case.problem.score.score_mod is None:  # its tangent is made from a jaxpr
-            passes["tangent"] = case.problem.along(("query", "key", "value")).encode(), False
+            problem = dataclasses.replace(case.problem, l_tangent=case.problem.dlogsumexp)
+            passes["tangent"] = problem.along(("query", "key", "value")).encode(), False
         for name, (text, backward) in passes.items():
             if _native.cuda_refusal(text):
                 continue

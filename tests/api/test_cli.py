@@ -199,6 +199,7 @@ def test_warmup_of_a_list(nvrtc, capsys, monkeypatch, tmp_path):
         "--block-mask 128 256 --blocks 2 --backward  # of 4 and 8 blocks",
         "",
         "--bias --bias-dtype float32 --backward key scale --dlogsumexp",
+        "--tangent --dlogsumexp",
     )
     problems.write_text("\n".join(lines))
     compiled, flags = [], "--dtype bfloat16 --arch sm_90a --problems"
@@ -207,12 +208,13 @@ def test_warmup_of_a_list(nvrtc, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(_native, "cuda_plan", lambda *call, compiled=False: plan(*call))
     assert main(["warmup", *flags.split(), str(problems)]) == 0
     out = capsys.readouterr().out
-    assert out.count("hopper/forward.cuh") == out.count("hopper/backward.cuh") == 2
+    assert [out.count(f"hopper/{name}.cuh") for name in ("forward", "backward", "tangent")] == [4, 2, 1]
     fields = [_native.cuda_plan(text, backward, arch)[-1][2] for text, backward, arch in compiled]
-    assert [x["kv_block"] for x in fields] == [256, 256, 0, 0]
-    assert [x["bias_dtype"] for x in fields] == [0, 0, 3, 3]
-    assert [x["dlogsumexp"] for x in fields] == [0, 0, 0, 1]
-    assert [x["unrounded"] for x in fields] == [0, 0, 1, 1]
+    assert [x["kv_block"] for x in fields] == [256, 256, 0, 0, 0, 0, 0]
+    assert [x["bias_dtype"] for x in fields] == [0, 0, 3, 3, 0, 0, 0]
+    assert [x["dlogsumexp"] for x in fields] == [0, 0, 0, 1, 0, 0, 0]
+    assert [x["unrounded"] for x in fields] == [0, 0, 1, 1, 0, 1, 0]
+    assert [x["l_tangent"] for x in fields] == [0, 0, 0, 0, 0, 0, 1]
     for line, message in (
         ("--block-mask 128 24", "24"),
         ("--shape 0 1 1 8\n--problems x", "in a list"),

@@ -327,6 +327,31 @@ def test_some_inputs(inputs, dim):
 
 
 @pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        (Case(B=1, causal=True, D=64, E=64), "bfloat16"),
+        (Case(B=1, D=128, E=128, sinks=1.0, dropout=0.2), "float16"),
+        (Case(B=1, window=(9, 0), lengths=True), "float32"),
+    ],
+    ids=str,
+)
+def test_without_the_logsumexp(case, dtype):
+    """The tangent of l is not computed. The tangent of O is the same."""
+    arrays = case.arrays(dtype)
+    tangents = all_tangents(arrays)
+    others = {name: x for name, x in arrays.items() if name not in tangents} | case.options
+
+    def tangent(primals, tangents):
+        return jax.jvp(lambda x: jax_flash.dot_product_attention(**x, **others), (primals,), (tangents,))[1]
+
+    primals = {name: arrays[name] for name in tangents}
+    assert [call.results for call in calls(tangent, primals, tangents)[1:]] == [("o",)]
+    result = jax.jit(tangent)(primals, tangents)
+    np.testing.assert_array_equal(result, jvp(case, None, arrays, tangents)[1][0])
+
+
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_widely_spread_scores(dim, dtype):
@@ -612,6 +637,10 @@ def attend(q):
     return jax_flash.dot_product_attention(q, q, q, is_causal=True)
 
 
+def attend_with_logsumexp(q):
+    return jax_flash.dot_product_attention(q, q, q, is_causal=True, return_residual=True)
+
+
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
@@ -644,6 +673,23 @@ def test_reverse_mode_rounds_o(function, unrounded):
     """Only a tangent takes O before it is rounded to the 16 bits of the inputs."""
     first, *_ = calls(function, jnp.ones((1, 2, 1, 4), "bfloat16"))
     assert (custom_calls.UNROUNDED_O in first.results) is unrounded
+
+
+@pytest.mark.parametrize(
+    ("function", "results"),
+    [
+        (lambda q: jax.jvp(attend, (q,), (q,)), ("o",)),
+        (lambda q: jax.jvp(jax.checkpoint(jax.jit(attend)), (q,), (q,)), ("o",)),
+        (lambda q: jax.jvp(lambda x: jax.lax.scan(lambda x, _: (attend(x), None), x, length=2)[0], (q,), (q,)), ("o",)),
+        (lambda q: jax.jvp(lambda x: attend_with_logsumexp(x)[0], (q,), (q,)), ("o",)),
+        (lambda q: jax.jvp(attend_with_logsumexp, (q,), (q,)), ("o", "l")),
+        (lambda q: jax.jvp(lambda x: attend_with_logsumexp(x)[1], (q,), (q,)), ("o", "l")),
+    ],
+)
+def test_unused_tangent_of_l(function, results):
+    """Few programs use it, and it costs the kernels a sum."""
+    tangents = [call for call in calls(function, jnp.ones((1, 2, 1, 4))) if isinstance(call, derivatives.Tangent)]
+    assert [call.results for call in tangents] == [results]
 
 
 def test_mean_flow_without_jit_runs_no_second_derivative(monkeypatch):

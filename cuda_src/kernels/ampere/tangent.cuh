@@ -99,7 +99,7 @@ struct Tangent {
         for (int x = 0; x < kKeys / 4; ++x) {
           float& e_dot = At(S_dot, h, x);
           e_dot = At(E, h, x) * (e_dot - reference[h]);
-          mu[h] += e_dot;
+          if (kLTangent) mu[h] += e_dot;
         }
       }
       AddRowSums(rounded_mu, S_dot);
@@ -115,13 +115,13 @@ struct Tangent {
     const MatrixOf<4> o(p.o, tile.batch, tile.head, p.q_len, p.q_heads, kVDim);
 #pragma unroll
     for (int h = 0; h < kLaneRows; ++h) {
-      mu[h] = LaneSum<4>(mu[h]);
+      if (kLTangent) mu[h] = LaneSum<4>(mu[h]);
       const int row = tile.LaneRow() + 8 * h;
       if (row >= p.q_len) continue;
       const int64_t at = tile.Statistic(p, h);
       const float rounded = rounded_mu[h / 2][h % 2 * 2];
       const TangentOfRow results(p, tile.batch, tile.head, at, mu[h], rounded, reference[h]);
-      if (threadIdx.x % 4 == 0) p.l_tangent[at] = results.l;
+      if (kLTangent && threadIdx.x % 4 == 0) p.l_tangent[at] = results.l;
 #pragma unroll
       for (int c = 0; c < kVDim / 8; ++c) {
         const float2 x = LoadPair<4>(o.At(row, 8 * c + threadIdx.x % 4 * 2));

@@ -1,5 +1,6 @@
-// Hopper tangent pass: the tangents of O and l from Q, K, V, the results of the forward, and the tangents Q̇, K̇ and V̇.
-// Each CTA keeps one tile of Q and loops over tiles of K and V from right to left, as the forward does.
+// Hopper tangent pass: the tangent of O, and of l if it is a result, from Q, K, V, the results of the forward, and the
+// tangents Q̇, K̇ and V̇. Each CTA keeps one tile of Q and loops over tiles of K and V from right to left, as the forward
+// does.
 //
 // Roles: one thread of the producer warpgroup loads tiles by TMA. Each consumer warpgroup has 64 rows. The forward has
 // computed m and l, so there is no online softmax, and nothing is rescaled:
@@ -8,7 +9,7 @@
 // At the end Ȯ = (A - mu O) / l without dropout and sinks, and the tangent of l is mu + l r. With dropout, A has to be
 // multiplied by 1 / keep, and a sink adds its own term to mu: TangentOfRow in semantics/tangent.cuh. A sums rounded
 // terms. So Ȯ takes mu as the sum of the same rounded terms (rounded_mu), and their errors can cancel. The tangent of l
-// takes the f32 sum (mu).
+// takes the f32 sum (mu). Most programs do not use it, and the kernel is then compiled without it.
 //
 // The reference r is one number for each row, close to the mean of Ṡ over the keys that the row sees. Ȯ is the same for
 // any r, because a change of r changes A and mu O equally. But E (Ṡ - r) is rounded to 16 bits. With r = 0, a large and
@@ -189,7 +190,7 @@ struct Consumer {
     for (int i = 0; i < kKeys / 2; ++i) {
       const int h = i / 2 % 2;
       S_dot[i] = S[i] * (kMasked ? Moved(i) - reference[h] : fmaf(S_dot[i], scale, -reference[h]));
-      mu[h] += S_dot[i];
+      if (kLTangent) mu[h] += S_dot[i];
     }
 #pragma unroll
     for (int i = 0; i < kKeys / 4; ++i) E_dot[i] = Pack(S_dot[2 * i], S_dot[2 * i + 1]);
@@ -319,10 +320,10 @@ struct Consumer {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = Row(tile) + 8 * h;
-      mu[h] = LaneSum<4>(mu[h]);
+      if (kLTangent) mu[h] = LaneSum<4>(mu[h]);
       if (row >= p.q_len) continue;
       const TangentOfRow results(p, tile.batch, tile.head, RowIndex(tile, row), mu[h], rounded_mu[2 * h], reference[h]);
-      if (lane % 4 == 0) p.l_tangent[RowIndex(tile, row)] = results.l;
+      if (kLTangent && lane % 4 == 0) p.l_tangent[RowIndex(tile, row)] = results.l;
       const int64_t at = OutputIndex(tile, row) * (kVDim / 2) + lane % 4;
       const float2* const o = static_cast<const float2*>(p.o) + at;
       uint32_t* const to = static_cast<uint32_t*>(p.o_tangent) + at;
@@ -341,7 +342,7 @@ struct Consumer {
     for (int h = 0; h < 2; ++h) {
       const int row = Row(tile) + 8 * h;
       if (row >= p.q_len) continue;
-      if (lane % 4 == 0) p.l_tangent[RowIndex(tile, row)] = 0.0f;
+      if (kLTangent && lane % 4 == 0) p.l_tangent[RowIndex(tile, row)] = 0.0f;
       uint32_t* const to = static_cast<uint32_t*>(p.o_tangent) + OutputIndex(tile, row) * (kVDim / 2) + lane % 4;
 #pragma unroll 1
       for (int c = 0; c < kVDim / 8; ++c) to[4 * c] = 0;

@@ -1,8 +1,9 @@
 // What has a tangent, and the tangents of a row's results.
 //
 // The kernels sum over keys with the weights E = exp(S - m), without the sink and not divided by l. They sum E (Ṡ - r)
-// in two ways: in f32 for the tangent of l, and with the terms rounded as in the product with V for Ȯ. If one key has
-// most of the weight, its rounding error then cancels in Ȯ = (A - mu O) / l, because its V is nearly O.
+// with the terms rounded as in the product with V, for Ȯ. If one key has most of the weight, its rounding error then
+// cancels in Ȯ = (A - mu O) / l, because its V is nearly O. If the tangent of l is a result (kLTangent), they also sum
+// the terms in f32.
 #pragma once
 
 #include "semantics/dropout.cuh"
@@ -14,6 +15,7 @@ constexpr bool kQueryMoves = kProblem.query_tangent, kKeyMoves = kProblem.key_ta
 constexpr bool kValueMoves = kProblem.value_tangent, kSinksMove = kProblem.sinks_tangent;
 constexpr bool kBiasMoves = kProblem.bias_tangent;
 constexpr bool kScoresMove = kQueryMoves || kKeyMoves || kBiasMoves || kScoreTangent;
+constexpr bool kLTangent = kProblem.l_tangent;
 
 // -m log2(e) of the row `at` of [batch, head, row], or 0 if m is subtracted before (kSeparateMaximum). It is -inf for a
 // row without keys, so E = 0.

@@ -57,7 +57,7 @@ if importlib.util.find_spec("hypothesis"):  # modules with a missing package are
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-pytest.register_assert_rewrite("accuracy", "block_masks")
+pytest.register_assert_rewrite("accuracy", "block_masks", "sequences")
 
 
 _NEED_GPU = pytest.StashKey[int]()
@@ -104,6 +104,13 @@ def device(request):
 def x64():
     """64-bit JAX types for one test."""
     with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def full_precision():
+    """float32 at full precision for one test, also on GPUs."""
+    with jax.default_matmul_precision("highest"):
         yield
 
 

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 SMALL = functools.partial(Case, B=2, T=5, S=6, N=2, K=2, D=3, E=2)
 
-# For each pair of masks, bias, GQA, windows, soft cap, dropout and segment ids, some cases have both and some only one.
+# Pairs of features. Of any two (a mask, a bias, shared keys, a window, a soft cap, dropout, segment ids), there are a case
+# with both, and cases with only one.
 PAIRS = [
     SMALL(),
     SMALL(N=4, causal=True, bias="bnts", mask="b1ts", sinks=1.0),

@@ -4,7 +4,7 @@
 // and stays in L2.
 //
 // Warps take heads and kv tiles in order, and never wait for a later one. So there is no deadlock for any number of
-// concurrent CTAs. The tiles of the last heads may be interleaved (scheduler/schedule.cuh). These heads have scratch
+// concurrent CTAs. The tiles of the last heads may be interleaved (scheduler/kv_schedule.cuh). These heads have scratch
 // from the start, and do not wait for each other.
 //
 // Each head of Q has two counters in HBM:

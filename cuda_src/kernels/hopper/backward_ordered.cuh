@@ -7,7 +7,7 @@
 // The order: the last kv tile of a head comes first, and each CTA starts at the first rows that see its keys. So kv
 // tiles add to a q tile in descending order. With a causal mask, kv tiles that start together reach a q tile one step
 // apart. Otherwise they start at the same rows and wait at the first of them; from then on they stay one step apart
-// (DescendingKVTiles in scheduler/schedule.cuh).
+// (DescendingKVTiles in scheduler/kv_schedule.cuh).
 //
 // There is no deadlock for any number of concurrent CTAs. CTAs take kv tiles in this order from a counter, and wait
 // only for tiles taken before. The order of additions does not depend on the number of CTAs.

@@ -7,6 +7,8 @@
 #include "ptx/cluster.cuh"
 #include "ptx/counter.cuh"
 #include "ptx/mbarrier.cuh"
+#include "scheduler/kv_schedule.cuh"
+#include "scheduler/lists.cuh"
 #include "scheduler/schedule.cuh"
 
 namespace jax_flash::hopper::backward {

@@ -164,8 +164,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     for (int s = 0; kPrefetchesLists && s < kPrefetchDepth; ++s)
       MbarrierInit(&shared.prefetched_full[s], 1), MbarrierInit(&shared.prefetched_empty[s], 1);
-    for (int s = 0; kTF32 && s < kLandings; ++s)
-      MbarrierInit(&shared.landed[s], 1), MbarrierInit(&shared.transposed[s], ArrivalsOf(kTransposers));
+    for (int s = 0; kTF32 && s < kStagingBuffers; ++s)
+      MbarrierInit(&shared.staging_full[s], 1), MbarrierInit(&shared.staging_empty[s], ArrivalsOf(kTransposers));
     if (kProblem.kv_lengths) shared.uncleared.Init();
     FenceMbarrierInit();
   }

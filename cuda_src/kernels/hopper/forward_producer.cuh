@@ -1,18 +1,22 @@
-// The producer warpgroup of the Hopper forward. One thread loads Q, K and V. For f32 the other warps transpose V.
+// The thread of the Hopper forward that loads tiles: lines 7 and 9 of Algorithm 2.
+//
+// For each q tile it loads K of the last kv tile, then Q, and then in a loop K of the next kv tile and V of the current
+// one. So the consumers, which need K of tile j - 1 before V of tile j, never wait for a tile behind another one. A
+// buffer has two barriers. The thread waits for `empty`, which the consumers arrive at when they have read the buffer.
+// TMA arrives at `full`.
 #pragma once
 
-#include "hopper/forward_scheduler.cuh"
-#include "hopper/transpose.cuh"
+#include "hopper/forward_prefetched_lists.cuh"
+#include "hopper/forward_staged_v.cuh"
 
 namespace jax_flash::hopper::forward {
 
-// Lines 7 and 9 of Algorithm 2, ahead of the consumers.
 struct Producer {
   const Params& p;
   Shared& shared;
   const TensorMap *q_map, *k_map, *v_map, *bias_map;
-  Ring<kStages> at;  // the buffer of the next tile of V; K is at most one tile ahead of it
-  Ring<kLandings> landing;
+  Ring<kStages> at;               // the buffer of the next tile of V; K is at most one tile ahead of it
+  Ring<kStagingBuffers> staging;  // TF32: the buffer of the next box of V
   PackedRing<kQBuffers> q;
 
   // Loads tile j of K, and the tile of the bias for this q tile and kv tile.
@@ -31,10 +35,10 @@ struct Producer {
     if constexpr (kTF32) {
 #pragma unroll 1
       for (int b = 0; b < kVBoxes; ++b) {
-        WaitForLanding(true);
-        LoadBoxesOfV(SharedTile<kKeys, 1>{shared.landing[landing.index]}, &shared.landed[landing.index], b, j, head,
-                     batch);
-        landing.Next();
+        WaitForStaging(true);
+        LoadBoxesOfV(SharedTile<kKeys, 1>{shared.staging[staging.index]}, &shared.staging_full[staging.index], b, j,
+                     head, batch);
+        staging.Next();
       }
     } else {
       MbarrierWait(&shared.v_empty[at.index], at.parity ^ 1);
@@ -59,17 +63,17 @@ struct Producer {
     ClearRowsFrom(boxes, max(present, 0), full);
   }
 
-  // Waits for a free landing buffer. Tells the warps that transpose whether another box of V comes.
-  __device__ __forceinline__ void WaitForLanding(bool more) {
-    MbarrierWait(&shared.transposed[landing.index], landing.parity ^ 1);
-    shared.more[landing.index] = more;
+  // TF32: waits for a free staging buffer. Tells the warps that transpose whether another box of V comes.
+  __device__ __forceinline__ void WaitForStaging(bool has_box) {
+    MbarrierWait(&shared.staging_empty[staging.index], staging.parity ^ 1);
+    shared.staging_has_box[staging.index] = has_box;
   }
   // Tells the warps that there are no more boxes.
-  __device__ __forceinline__ void EndLanding() {
+  __device__ __forceinline__ void EndStaging() {
     for (int w = 0; w < kTransposers; ++w) {
-      WaitForLanding(false);
-      MbarrierArrive(&shared.landed[landing.index]);
-      landing.Next();
+      WaitForStaging(false);
+      MbarrierArrive(&shared.staging_full[staging.index]);
+      staging.Next();
     }
   }
 
@@ -79,7 +83,7 @@ struct Producer {
     for (int w = 0; w < kRowGroups; ++w) {
       MbarrierWait(&shared.q_empty[q.Index()][w], q.Parity() ^ 1);
       if (kWarpgroupRanges && !empty) {
-        shared.tile[q.position][w] = PartOf(p, tile, w, &shared.skipped[q.position][w]);
+        shared.tile[q.position][w] = TileOfWarpgroup(p, tile, w, &shared.skipped[q.position][w]);
       } else {
         shared.tile[q.position][w] = tile;
         if (kWarpgroupRanges) shared.skipped[q.position][w] = {0, 0};
@@ -103,7 +107,7 @@ struct Producer {
       while (Next(p, &schedule, &tile)) Load(tile, &schedule);
     }
     LoadQ({-1}, true);
-    if (kTF32) EndLanding();
+    if (kTF32) EndStaging();
   }
 
   // Loads everything for a tile of O. The next tile is requested from the scheduler before the last tile of V is
@@ -140,44 +144,6 @@ struct Producer {
         if (keys.Exists()) LoadK(at.After(), keys.J(), kv_head, batch, tile, keys);
         LoadV(j, kv_head, batch);
       }
-    }
-  }
-};
-
-// TF32: a warp that transposes every kTransposers-th box of V. A wait for a parity cannot tell a phase from the one two
-// phases earlier, so a warp must not skip phases. At `landed` it waits for every box, also for the boxes that other
-// warps transpose, and arrives at `transposed` for these, too.
-//
-// At v_empty it waits only for its own boxes. This is safe. A consumer releases V of tile u - 2, then K of tile u, then
-// V of tile u - 1 (FinishO comes after FinishS). When a box of tile t has landed, K of tile t has been loaded before
-// it, so consumers had released K of tile t - kStages, and before it V of tile t - kStages - 2. So with kStages >= 2,
-// the phase before the awaited one, for V of tile t - 2 kStages, is over.
-struct Transposer {
-  static_assert(!kTF32 || kStages >= 2);
-  Shared& shared;
-  Ring<kLandings> landing;
-  Ring<kStages> v;
-
-  __device__ __forceinline__ void Run() {
-    const int lane = threadIdx.x % 32;
-    int turn = threadIdx.x / 32 - 1;  // how many boxes come before this warp's next one
-    for (int box = 0;; ++box, --turn, landing.Next()) {
-      if (box == kVBoxes) box = 0, v.Next();
-      MbarrierWait(&shared.landed[landing.index], landing.parity);
-      SyncWarp();
-      if (turn > 0) {
-        MbarrierArrive(&shared.transposed[landing.index], ArrivesForWarp(lane));
-        continue;
-      }
-      if (!shared.more[landing.index]) return;
-      MbarrierWait(&shared.v_empty[v.index], v.parity ^ 1);
-      TransposeBox<kWarpgroupKeys, Tuning::kTransposedAtOnce>(
-          shared.landing[landing.index], shared.v[v.index] + box * kBoxColumns * kBoxBytes, SharedVTransposed::kBox);
-      FenceProxyAsync();
-      SyncWarp();
-      MbarrierArrive(&shared.v_full[v.index], ArrivesForWarp(lane));
-      MbarrierArrive(&shared.transposed[landing.index], ArrivesForWarp(lane));
-      turn = kTransposers;
     }
   }
 };

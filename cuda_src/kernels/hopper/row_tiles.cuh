@@ -3,7 +3,7 @@
 #pragma once
 
 #include "scheduler/lists.cuh"
-#include "scheduler/schedule.cuh"
+#include "scheduler/q_schedule.cuh"
 #include "semantics/tangent.cuh"
 
 namespace jax_flash::hopper {

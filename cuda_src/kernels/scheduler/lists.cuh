@@ -2,8 +2,8 @@
 #pragma once
 
 #include "ptx/warp.cuh"
+#include "scheduler/numbers.cuh"
 #include "scheduler/ranges.cuh"
-#include "scheduler/schedule.cuh"
 
 namespace jax_flash {
 

@@ -1,5 +1,6 @@
-// The tile scheduler of the Hopper forward where it differs from hopper/row_tiles.cuh: warpgroups that visit only the
-// keys of their own rows, and a thread that reads lists ahead.
+// With a block mask, a thread of the producer warpgroup reads the lists of blocks ahead of the thread that loads tiles,
+// and passes it the tiles through a ring in shared memory. Finding a tile takes four dependent reads: the counter, the
+// list, its members, and their kinds. Together they take as long as the computation of a short list.
 #pragma once
 
 #include "hopper/forward_tiles.cuh"
@@ -7,21 +8,7 @@
 
 namespace jax_flash::hopper::forward {
 
-// The part of a tile that a warpgroup computes. It is clamped to the loaded tiles, because the user's ranges may be
-// inconsistent.
-__device__ __forceinline__ QTile PartOf(const Params& p, const QTile& tile, int row_group, SkippedTiles* skipped) {
-  QTile part = tile;
-  const int row = tile.row + 64 * row_group;
-  const Visible& all = tile.visible;
-  Visible& own = part.visible = TilesOf(p, tile.batch, row, row + 64);
-  own.any_lo = max(own.any_lo, all.any_lo), own.any_hi = min(own.any_hi, all.any_hi);
-  if (own.any_lo >= own.any_hi) own.any_lo = own.any_hi = all.any_lo;
-  *skipped = {all.any_hi - own.any_hi, own.any_lo - all.any_lo};
-  return part;
-}
-
-// A thread that reads the lists ahead of the thread that loads tiles. Finding a tile takes four dependent reads: the
-// counter, the list, its members, and their kinds. Together they take as long as the computation of a short list.
+// The thread that reads the lists.
 struct ListPrefetcher {
   const Params& p;
   Shared& shared;

@@ -19,8 +19,8 @@ struct RowTile {
   int64_t n, i0, rows;
 };
 
-// The number of heads whose rows share tiles: all heads of a group if each has few rows, as in decoding, and if their
-// scores depend on a head by its query only. Otherwise 1.
+// The number of heads whose rows share tiles: all heads of a group if each has few rows, as in decoding, and if no
+// operand but the query has values for rows or heads, such as a mask, segment ids or dropout. Otherwise 1.
 inline int64_t MergedHeads(const Problem& p) {
   return !HasScoreOperandOfRows(p) && p.kv_heads > 0 && 2 * p.q_len <= kTileRows ? p.group() : 1;
 }

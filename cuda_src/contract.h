@@ -64,10 +64,11 @@ JAX_FLASH_STATIC_HOST_DEVICE constexpr SoftCap SoftCapOf(double cap) {
   return cap > 1000 ? SoftCap::kLarge : cap > 0 ? SoftCap::kUsual : SoftCap::kNone;
 }
 
-// The host writes both as the constants kProblem and kTiling of each kernel's header this_kernel.h (kernel_config.h).
-// They hold exactly what machine code depends on, so problems that differ in other ways share a cubin.
+// The host writes a header this_kernel.h for each kernel (kernel_config.h), with two structs of constants: kProblem,
+// the properties of the problem, and kTiling, the tile sizes and variants. They hold exactly what machine code depends
+// on, so problems that differ in other ways share a cubin.
 
-// Properties of a problem, FIELD(type, name, value). AddUnit in plan/plan.cc evaluates `value` for a problem `p`.
+// The fields of kProblem, FIELD(type, name, value). AddUnit in plan/plan.cc evaluates `value` for a problem `p`.
 // Fields that only the backward, or only its main kernel, needs are 0 elsewhere. Properties of score programs are
 // constants of another header, this_program.h.
 #define JAX_FLASH_KERNEL_PROBLEM(FIELD)                                           \
@@ -111,7 +112,7 @@ JAX_FLASH_STATIC_HOST_DEVICE constexpr SoftCap SoftCapOf(double cap) {
   FIELD(bool, score_tangent, tangent&& p.score.score_tangent.present())           \
   FIELD(bool, l_tangent, tangent&& p.l_tangent) /* a result */
 
-// The plan's choices, FIELD(type, name).
+// The fields of kTiling, which the plan chooses: FIELD(type, name).
 #define JAX_FLASH_KERNEL_TILING(FIELD)                                                                     \
   FIELD(Family, family)                                                                                    \
   FIELD(int, rows)               /* queries of a tile of S */                                              \

@@ -182,7 +182,7 @@ std::string ProgramSource(const Problem& p) {
   text += Flag("kSlopes", p.score.score_grad.ResultOfScore());
   text += Source{p, p.score.score_mod}.Function("bool kInBounds", "float ScoreMod" + given + ", float score)", "score");
   const bool known = text.find("<kInBounds>") != std::string::npos;
-  text += Flag("kInBoundsHelps", known);
+  text += Flag("kClampsIndices", known);
   text += Source{p, p.score.score_grad}.Function("bool kInBounds, typename Add",
                                                  "float ScoreGrad" + given + ", float score, float cotangent, Add add)",
                                                  "cotangent");

@@ -14,7 +14,7 @@ constexpr int kMaxInlined = 32;
 // Defines ScoreMod, MaskMod and ScoreGrad for a problem (cuda_src/kernels/semantics/program.cuh). Absent programs
 // become identities. The template parameter kInBounds means that the entry is within T and S (Facts::within), so
 // indices that depend on its position need no clamps. It is always true for MaskMod. It is always false for ScoreGrad,
-// because the kernels have no registers for two versions. kInBoundsHelps: does ScoreMod have such indices? kSumOver:
+// because the kernels have no registers for two versions. kClampsIndices: does ScoreMod clamp such indices? kSumOver:
 // the kind of each sum that ScoreGrad adds to. kSlopes: does the result of ScoreGrad depend on the score? kMaskRows,
 // kMaskColumns: does MaskMod depend on the query, or on the key?
 std::string ProgramSource(const Problem& problem);

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "cuda_src/plan/family.h"
+#include "cuda_src/plan/fused_rows.h"
 #include "cuda_src/plan/mask_blocks.h"
 #include "cuda_src/plan/table.h"
 
@@ -17,10 +18,15 @@ constexpr FeatureBits kSupported = kPositions | kListed | kMaskMod | kScoreFeatu
                                    kHeavyMod | kDerivatives | kDropout | kMaskCapDropout | kUnpairedBlocks | kSmallCap |
                                    kHeadDimsUpTo128 | kUnrounded | kPreferences;
 
-// The measurements are in docs/design/forward.md, unless a comment names another page. A row is
-//   {KiB of shared memory, largest head dim, {queries, keys, warpgroups, stages[, with bias tiles]}, not with these}
-// The first row that fits is used. Rows that only a preference excludes (kPreferences in features.h, such as kFewTiles)
-// come last.
+// A row is {KiB of shared memory, largest head dim, tile sizes, features that exclude the row}. For example
+//   {227, 64, {192, 128, 3, 2}, kBias | kDropout}
+// fits GPUs with 227 KiB of shared memory for a CTA, and problems with head dims up to 64, without bias and dropout.
+// Its tiles have 192 queries and 128 keys. A CTA has 3 consumer warpgroups, and buffers for 2 tiles of K and of V. A
+// fifth tile size `true` stands for tiles of a bias, loaded by TMA.
+//
+// The first row that fits is used, so a row need not exclude what the rows above it take. Rows that only a preference
+// excludes (kPreferences in features.h, such as kFewTiles) come last. The measurements are in docs/design/forward.md,
+// unless a comment names another page.
 constexpr Row kForward[] = {
     // Tiles of a bias: a float32 bias leaves less shared memory at d = 128. (masks-and-biases.md)
     {227, 64, {128, 128, 2, 2, true}},
@@ -32,8 +38,7 @@ constexpr Row kForward[] = {
     // Many keys without a causal or local mask.
     {227, 64, {192, 128, 3, 2}, kAddsToScores | kDropout | kCausal | kLocal | kSoftCap | kFewTiles},
     // Causal and local masks, and soft caps, which the rows around exclude. Each warpgroup visits its own range of
-    // keys,
-    // which is up to 1.89 times as fast for packed sequences.
+    // keys, which is up to 1.89 times as fast for packed sequences.
     {227, 64, {256, 64, 4, 8}, kAddsToScores | kDropout | kListed | kLongCausal | kFewTiles},
     // Block masks and long causal sequences.
     {227, 64, {192, 128, 3, 2}, kAddsToScores | kDropout | kLocal | kSoftCap | kFewTiles},
@@ -144,55 +149,6 @@ Tilings TilingsOf(const Rows& rows, const Target& target, const Problem& p) {
 
 // --- Variants of the backward ---
 
-// The longest list of a kv tile with which FusesRows fuses the row kernels.
-constexpr int64_t kMaxListedRows = 2048;
-// A head with this many entries of Q and dO is long: they have 16 MB, and dQ in f32 has another 16 MB. Together this is
-// half of the L2, which has 60 MB.
-constexpr int64_t kLongHead = 1 << 23;
-
-// Would more than a sixth of the GPU's time be idle with the backward's kv tiles? A CTA takes causal tiles two at a
-// time, a long one and a short one (StaticSchedule).
-bool LeavesIdle(const Target& target, const Problem& p) {
-  const int64_t items = DivideUp(p.batch * p.kv_heads * DivideUp(p.kv_len, kBackwardKeys), p.mask.is_causal ? 2 : 1);
-  return 6 * items < 5 * RoundUp(items, target.multiprocessors);
-}
-
-// Should the backward fuse the row kernels before and after it (hopper/backward_fused_rows.cuh)? The three idle warps
-// of each CTA do their work.
-bool FusesRows(const Target& target, const Problem& p) {
-  const Features has = FeaturesOf(p);
-  const bool all_rows_at_once = p.batch * p.q_heads * DivideUp(p.q_len, kRowBlock) <= 3 * target.multiprocessors;
-  const bool listed = has.Any(kListed), dropout = has.Any(kDropout);
-  const bool up_to_64 = std::max(p.qk_dim, p.v_dim) <= 64;
-  // Upper bounds: of the keys that a row sees, and with a block mask of the rows that see a kv tile. The longest lists
-  // have these sizes, with their headers.
-  const int64_t keys = listed ? (p.mask.row_list_size - kListHeader) * p.mask.kv_block : p.kv_len;
-  const int64_t listed_rows = listed ? (p.mask.column_list_size - kListHeader) * p.mask.q_block : 0;
-
-  // The idle warps must keep up with the consumers. They do if they prepare all rows at the same time, or if rows have
-  // enough keys, absolutely and relative to the number of rows.
-  if (!all_rows_at_once && (keys < 512 || p.q_len > 2 * p.kv_len)) return false;
-  // Registers: at most two of causal, window, segments, lengths, query offset, dropout, and dlogsumexp with dropout.
-  if (has.Count(kPositions) + (dropout ? 1 + p.dlogsumexp : 0) > 2) return false;
-  // Registers: head dims above 64 with the gradient of sinks, a cotangent of the logsumexp, and rows that may be empty.
-  if (p.gradients_of_rows() && p.dlogsumexp && !up_to_64 && p.may_empty_rows) return false;
-  // Block masks: only without position masks and shared keys, and with dropout only up to head dim 64. Their lists are
-  // taken head by head, so a long list would delay later heads.
-  if (listed && (p.group() > 1 || has.Any(kPositionMasks) || listed_rows > kMaxListedRows || (dropout && !up_to_64)))
-    return false;
-  // Registers: dropout with a window or segments, or up to head dim 64 with shared keys.
-  if (dropout && (has.Any(kLocal) || (p.group() > 1 && up_to_64))) return false;
-  // With fused rows, query heads that share keys are computed one by one, and their dK and dV are added in f32.
-  // Otherwise too many heads would be in progress. One by one is only worthwhile with few tiles, or if large groups
-  // share keys and the rows that see them do not fit into L2.
-  const bool long_heads = p.q_len * (p.qk_dim + p.v_dim) >= kLongHead && p.kv_len <= p.q_len && !has.Any(kLocal);
-  const bool one_by_one = LeavesIdle(target, p) || (long_heads && p.group() >= 4);
-  if (p.group() > 1 && !one_by_one) return false;
-  // The kernel: all arrays have 16 bits, no pairs of CTAs, scores are not formed entry by entry.
-  return ElementOf(p.dtype).bytes == 2 && !p.unrounded && has.Any(kHeadDimsUpTo128) && !has.Any(kScoreFeatures) &&
-         SumsDQ(p);
-}
-
 // Should a kv tile loop over q tiles first, and for each over the query heads of a group? With large groups, the rows
 // that concurrent CTAs read would otherwise not fit into L2. With a window or segments, a kv tile has few rows, which
 // stay in L2 anyway, and looping head by head is 5 to 12% faster. The loop over the lists of a block mask has no such
@@ -232,18 +188,6 @@ BiasWork BiasInParts(const Target& target, const Problem& p, const KernelTiling&
     if (time(parts) < time(work.parts)) work.parts = parts;
   }
   return work;
-}
-
-// The number of heads whose kv tiles the backward computes at a time.
-int64_t HeadsAtATime(const Target& target, const Problem& p) {
-  return std::min(p.batch * p.q_heads, target.multiprocessors / DivideUp(p.kv_len, kBackwardKeys) + 1);
-}
-
-// The number of heads with scratch memory, if row kernels are fused: four times the heads that are computed at a time,
-// because some are prepared before and some are converted after. With a causal mask or a block mask, heads take less
-// time, so it is six times as many.
-int64_t HeadsInScratch(const Target& target, const Problem& p) {
-  return std::min(p.batch * p.q_heads, (FeaturesOf(p).Any(kCausal | kListed) ? 6 : 4) * HeadsAtATime(target, p));
 }
 
 // Reserves scratch memory for each row of Q. Returns the number of rows in it.

@@ -1,8 +1,7 @@
 """Attention with a sequence divided over devices, for tests that compare it with one device.
 
-A mesh axis `seq` divides the sequence. A device has one part of the queries and of the keys, in one of three orders:
-`contiguous`, `zigzag` (part i and part 2 n - 1 - i on device i of n), or a `Layout`, which lists the parts of each
-device.
+A mesh axis `seq` divides the sequence into parts of equal size. In the `contiguous` order, device i of n has part i. In
+the `zigzag` order, it has the parts i and 2 n - 1 - i of 2 n. A `Layout` lists the parts of each device, its chunks.
 """
 
 import functools

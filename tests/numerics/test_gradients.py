@@ -18,8 +18,8 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 SMALL = functools.partial(Case, B=2, T=5, S=6, N=2, K=2, D=3, E=2)
 
-# Pairs of features. Of any two (a mask, a bias, shared keys, a window, a soft cap, dropout, segment ids), there are a case
-# with both, and cases with only one.
+# For any two of these features, a case has both, and other cases have only one: masks, bias, shared keys, windows, soft
+# cap, dropout, segment ids.
 PAIRS = [
     SMALL(),
     SMALL(N=4, causal=True, bias="bnts", mask="b1ts", sinks=1.0),

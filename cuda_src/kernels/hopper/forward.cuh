@@ -1,26 +1,28 @@
 // Hopper forward kernel: Algorithm 2 of the paper with its loops exchanged. Each CTA keeps one tile of Q, and loops
-// over tiles of K and V.
+// over tiles of K and V from right to left. One thread of the producer warpgroup loads tiles by TMA
+// (forward_producer.cuh). Each consumer warpgroup owns 64 rows of Q and O:
 //
-// Roles. One thread of the producer warpgroup loads tiles by TMA. Each consumer warpgroup owns 64 rows of Q and O:
-//   S = Q K_j^T;   m, l, P = online softmax of S;   O = diag(alpha) O + P V_j
+//   for each tile of Q:                                          ComputeOTile
+//     S = Q K_j^T of the last kv tile;  P, m, l = softmax(S)
+//     for each further kv tile j:                                ComputeSTile
+//       issue S = Q K_j^T and O += P V_{j+1}                     two products in flight
+//       wait for S;  P, m, l = online softmax of S               overlaps with O
+//       wait for O;  O = diag(alpha) O
+//     O += P V of the first kv tile;  write O / l, m and l       Epilogue::Finish
 //
-// Overlap. A consumer issues S of the next tile together with P V of the current one, so the tensor cores stay busy
-// during the softmax. Consumers take turns to issue products: one computes its softmax while another multiplies (the
-// ping-pong schedule of FlashAttention-3).
+// Turns. Consumers take turns to issue products: one computes its softmax while another multiplies (the ping-pong
+// schedule of FlashAttention-3).
 //
-// Masks. The loop over K and V runs from right to left. Only tiles at either end of the visible range are masked. With
-// a block mask, blocks consist of whole tiles. A thread of the producer warpgroup walks the list of non-empty blocks
-// and tells the consumers which tile comes next.
+// Masks. Only tiles at either end of the visible range are masked.
 //
-// Many rows in a tile. If a tile has 256 rows, a causal mask, window or segments, and no block mask, each warpgroup
-// visits only the kv tiles that its own 64 rows see, and skips the others. Then warpgroups do not take turns.
-//
-// Few rows in a tile. If there are more warpgroups than groups of 64 rows, two warpgroups share 64 rows. One has the
-// first half of the keys of each tile, the other the second half. At the end they merge their O, m and l (split-KV
-// within a CTA).
-//
-// f32 is computed as TF32; TMA rounds Q, K and V. Q stays in registers, which saves shared memory bandwidth. V arrives
-// box by box, and the other warps of the producer warpgroup transpose it.
+// Special cases, each by compile-time constants:
+//   block mask           A thread of the producer warpgroup walks the list of non-empty blocks, and tells the consumers
+//                        which tile comes next. Blocks consist of whole tiles (kListed, forward_prefetched_lists.cuh).
+//   256 rows, masked     Each warpgroup skips kv tiles that its own rows do not see (forward_warpgroup_ranges.cuh).
+//   few rows             Two warpgroups share 64 rows. One has the first half of the keys of each tile, the other the
+//                        second half. At the end they merge their O, m and l (kKeyGroups = 2: split-KV within a CTA).
+//   f32                  is computed as TF32. TMA rounds Q, K and V. Q stays in registers, which saves shared memory
+//                        bandwidth. Warps of the producer warpgroup transpose V (forward_staged_v.cuh).
 //
 // The host launches at most one CTA for each SM, with kThreads threads and `jax_flash_shared_bytes` of shared memory.
 // TMA boxes have kBoxRows rows for Q and O, and kKeys rows for K and V. Columns beyond the head dim arrive as zeros,
@@ -37,12 +39,12 @@ struct Consumer : Epilogue {
   using Epilogue::Epilogue;
 
   // Computes S and P of tile j of K. Adds P V of the previous tile, on the right of tile j, to O. Numbers are lines of
-  // Algorithm 2. `only_bits`: the element mask of the tile's block is its only mask.
+  // Algorithm 2. `only_element_mask`: the tile has no mask but the element mask of its block.
   template <bool kMasked>
-  __device__ __forceinline__ void ComputeSTile(const QTile& tile, int j, bool last, bool only_bits = false) {
+  __device__ __forceinline__ void ComputeSTile(const QTile& tile, int j, bool last, bool only_element_mask = false) {
     float alpha[2], shift[2];
-    FetchMasks<kMasked>(tile, j, only_bits);  // before S needs registers
-    WaitForK();                               // before the turn, which others wait for
+    if (kMasked) FetchMasks(tile, j, only_element_mask);  // before S needs registers
+    WaitForK();                                           // before the turn, which others wait for
     TakeTurn();
     IssueS();  // 10
     IssueO();  // 15, for the previous tile
@@ -51,21 +53,17 @@ struct Consumer : Epilogue {
     WgmmaWait<1>();
     if (kBiasTiles) AddBias();  // between 10 and 11; the paper has no bias
     FinishS(last);              // releases K, and after the last tile Q
-    if (kMasked && kMasksInMemory && !Tuning::kEarlyCombineMasks) {
+    if (kMasked && Tuning::kCombineMasksLate) {
       if (OpaqueFalse()) return;  // never taken: otherwise ptxas moves the wait for the masks ahead of PassTurn
-      CombineMasks(tile, j, only_bits);
+      CombineMasks(tile, j, only_element_mask);
     }
-    // 11. If masks alone change scores, a warp skips it if its vote says that it sees all entries of the tile.
-    if (kChangesScores || !(kMasked && Tuning::kVote && tile_mask.AllVisible())) ToScores<kMasked>(tile, j);
-    Maximum(alpha, shift);  // 12, 13
-    Exponentials(shift);    // 12
+    if (!(kMasked && Tuning::kVote && tile_mask.AllVisible())) ToScores<kMasked>(tile, j);  // 11
+    Maximum(alpha, shift);                                                                  // 12, 13
+    Exponentials(shift);                                                                    // 12
     FinishO();
     if (Tuning::kEarlyPack) PackP();  // 14: packs P and applies Z
-    if (__any_sync(0xFFFFFFFFu, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
-#pragma unroll
-      for (int i = 0; i < kVDim / 2; ++i) O[i] *= alpha[i / 2 % 2];
-    }
-    if (!Tuning::kEarlyPack) PackP();  // 14
+    RescaleO(alpha);                  // 15
+    if (!Tuning::kEarlyPack) PackP();
   }
 
   // With a block mask: waits for the next tile of K, and returns its description.
@@ -96,6 +94,7 @@ struct Consumer : Epilogue {
     softmax.Start();
     z.Start(p, tile.batch, tile.head);
     if (kTF32) TakeQ();
+    // The first kv tile, the rightmost. These are the steps of ComputeSTile without a previous tile.
     ListedTile listed = kListed ? Listed() : ListedTile();
     int j = kListed ? listed.J() : end - 1;
     float alpha[2], shift[2];  // the first tile does not use alpha: O is still 0
@@ -106,13 +105,13 @@ struct Consumer : Epilogue {
 #pragma unroll
     for (int i = 0; i < kVDim / 2; ++i) O[i] = 0.0f;
     const bool masked = Tuning::kFirstMasked || (kListed ? listed.Masked() : j >= unmasked_end || j < unmasked_begin);
-    if (masked) FetchMasks<true>(tile, j, kListed && listed.OnlyBits());
+    if (masked) FetchMasks(tile, j, kListed && listed.OnlyElementMask());
     GenerateZ(tile, j);
     WgmmaWait<0>();
     if (kBiasTiles) AddBias();
     FinishS(kListed ? listed.Last() : j == begin);
     if (masked) {
-      if (kMasksInMemory && !Tuning::kEarlyCombineMasks) CombineMasks(tile, j, kListed && listed.OnlyBits());
+      if (Tuning::kCombineMasksLate) CombineMasks(tile, j, kListed && listed.OnlyElementMask());
       ToScores<true>(tile, j);
     } else {
       ToScores<false>(tile, j);
@@ -120,11 +119,12 @@ struct Consumer : Epilogue {
     Maximum(alpha, shift);
     Exponentials(shift);
     PackP();
+    // All further tiles.
     if constexpr (kListed) {  // Algorithm 5, line 8: skip empty blocks
       while (!listed.Last()) {
         listed = Listed();
         if (listed.Masked()) {
-          ComputeSTile<true>(tile, listed.J(), listed.Last(), listed.OnlyBits());
+          ComputeSTile<true>(tile, listed.J(), listed.Last(), listed.OnlyElementMask());
         } else {
           ComputeSTile<false>(tile, listed.J(), listed.Last());
         }

@@ -26,7 +26,7 @@ struct Epilogue : Probabilities {
   __device__ __forceinline__ void SendPartial() {
     auto* const to = shared.partial[row_group];
     const int thread = threadIdx.x % kWarpgroup;
-    BarrierSync(kPartialFree + row_group, 2 * kWarpgroup);
+    BarrierSync(kPartialEmpty + row_group, 2 * kWarpgroup);
 #pragma unroll
     for (int i = 0; i < kVDim / 2; ++i) to[i][thread] = O[i];
 #pragma unroll
@@ -50,7 +50,7 @@ struct Epilogue : Probabilities {
     }
 #pragma unroll
     for (int i = 0; i < kVDim / 2; ++i) O[i] = O[i] * alpha[i / 2 % 2] + from[i][thread] * beta[i / 2 % 2];
-    BarrierArrive(kPartialFree + row_group, 2 * kWarpgroup);
+    BarrierArrive(kPartialEmpty + row_group, 2 * kWarpgroup);
   }
 
   // Writes O, l and m of a tile in which all rows are fully masked.

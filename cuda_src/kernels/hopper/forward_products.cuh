@@ -15,7 +15,7 @@ enum NamedBarrier {
   kWarpgroupBarrier = 1,
   kTurnBarrier = kWarpgroupBarrier + kConsumers,
   kPartialFull = kTurnBarrier + kConsumers,  // O, m and l of the first half of the keys are in shared memory ...
-  kPartialFree = kPartialFull + kRowGroups   // ... and have been read
+  kPartialEmpty = kPartialFull + kRowGroups  // ... and have been read
 };
 
 // A consumer warpgroup owns 64 rows, and all keys of a tile or half of them. Each lane has two of the rows: Row and Row
@@ -36,7 +36,7 @@ struct Warpgroup {
         warp(threadIdx.x % kWarpgroup / 32),
         lane(threadIdx.x % 32) {
     if (warpgroup == kConsumers - 1) PassTurn();  // the first warpgroup starts
-    if (kKeyGroups > 1 && key_group == 1) BarrierArrive(kPartialFree + row_group, 2 * kWarpgroup);
+    if (kKeyGroups > 1 && key_group == 1) BarrierArrive(kPartialEmpty + row_group, 2 * kWarpgroup);
   }
 
   __device__ __forceinline__ int RowInTile() const { return 64 * row_group + 16 * warp + lane / 4; }
@@ -132,6 +132,14 @@ struct Products : Warpgroup {
     Pin(O);
     Release(&shared.v_empty[v.index]);
     v.Next();
+  }
+
+  // O = diag(alpha) O. Mostly alpha is 1 in all rows of a warp.
+  __device__ __forceinline__ void RescaleO(const float (&alpha)[2]) {
+    if (__any_sync(0xFFFFFFFFu, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
+#pragma unroll
+      for (int i = 0; i < kVDim / 2; ++i) O[i] *= alpha[i / 2 % 2];
+    }
   }
 };
 

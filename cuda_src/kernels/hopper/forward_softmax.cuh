@@ -1,17 +1,22 @@
-// A consumer warpgroup of the Hopper forward between its two products: scores, masks, softmax and dropout.
+// A consumer warpgroup of the Hopper forward between its two products: from S = Q K^T of a kv tile, in registers, to
+// Z P, the left operand of P V. The order of the steps:
+//   FetchMasks     starts to load the masks that are in memory, before S needs registers
+//   AddBias        tiles of a bias, which TMA has loaded with K
+//   CombineMasks   all masks to one bit for each entry
+//   ToScores       soft cap, bias and score_mod, if they change S entry by entry; masked entries become -inf (line 11)
+//   Maximum        m (line 12)
+//   Exponentials   P and l (lines 12 and 13)
+//   PackP          P as an operand, with dropout (line 14)
 #pragma once
 
 #include "hopper/forward_products.cuh"
 
 namespace jax_flash::hopper::forward {
 
-// Lines 11 to 14 of Algorithm 2: from S to Z P.
 struct Probabilities : Products {
   OnlineSoftmax<2> softmax;
   PackedZ<kWarpgroupKeys> z;
   TileMask<false, kWarpgroupKeys> tile_mask;
-  // Does ToScores change S, in addition to masking? With tiles of a bias, AddBias has done all but the score_mod.
-  static constexpr bool kChangesScores = kFormsScores && (!kBiasTiles || kScoreMod);
 
   __device__ __forceinline__ Probabilities(const Params& p, Shared& shared) : Products(p, shared) {
     softmax.to_log2 = ToLog2(p);
@@ -28,19 +33,19 @@ struct Probabilities : Products {
     return positions;
   }
 
-  // Starts to load the masks of this lane's rows in tile j, if they are in memory.
-  template <bool kMasked>
-  __device__ __forceinline__ void FetchMasks(const QTile& tile, int j, bool only_bits) {
-    if (!kMasked || !kMasksInMemory) return;
+  // Starts to load the masks of this lane's rows in tile j, if they are in memory. `only_element_mask`: the tile has no
+  // mask but the element mask of its block.
+  __device__ __forceinline__ void FetchMasks(const QTile& tile, int j, bool only_element_mask) {
+    if (!kMasksInMemory) return;
     const Block<false> block(p.block_mask, kListed ? shared.listed[k.index].elements : kAllElements);
     // FetchBlock takes the row modulo kLines. If a tile is a whole block, this is the row in the tile.
     tile_mask.FetchBlock(block, Block<false>::kLines == kRows ? RowInTile() : Row(tile), Column(j));
-    if (Tuning::kEarlyCombineMasks) CombineMasks(tile, j, only_bits);
+    if (!Tuning::kCombineMasksLate) CombineMasks(tile, j, only_element_mask);
   }
-  // Combines all masks of tile j. `only_bits`: its block's element mask is its only mask.
-  __device__ __forceinline__ void CombineMasks(const QTile& tile, int j, bool only_bits) {
+  __device__ __forceinline__ void CombineMasks(const QTile& tile, int j, bool only_element_mask) {
     tile_mask.PackBits();
-    if (!only_bits) tile_mask.Intersect(PositionsHere(tile), Entries(p, tile.batch, tile.head), ViewOf(tile, j));
+    if (!only_element_mask)
+      tile_mask.Intersect(PositionsHere(tile), Entries(p, tile.batch, tile.head), ViewOf(tile, j));
   }
 
   // Replaces q_i k_j by s_ij, with the tile of the bias that was loaded with K.
@@ -61,18 +66,20 @@ struct Probabilities : Products {
     if (kBiasDType == DType::kF32) SyncWarp();
   }
 
-  // Replaces q_i k_j by s_ij, unless AddBias has done so, and sets masked entries to -inf. Without kWholeScores, S
-  // still lacks a factor that the exponent applies (ScoreScale): the scale, or the cap after SoftCapTanh.
+  // Replaces q_i k_j by s_ij where AddBias has not done so, and sets masked entries to -inf. Without a bias or
+  // score_mod, S still lacks a factor that the exponent applies (ScoreScale): the scale, or the cap after SoftCapTanh.
   template <bool kMasked>
   __device__ __forceinline__ void ToScores(const QTile& tile, int j) {
     const Score score(p, tile.batch, tile.head);
     const View<false> view = ViewOf(tile, j);
     if (!kBiasTiles) SoftCapTanh(p, S);
-    if (program::kInBoundsHelps && tile.row + kRows <= p.q_len && Column(j) + kWarpgroupKeys <= p.kv_len &&
+    // A score_mod that indexes captured arrays by position must clamp these indices, unless all entries of the tile are
+    // within T and S. Most tiles are, so there are two versions of the code.
+    if (program::kClampsIndices && tile.row + kRows <= p.q_len && Column(j) + kWarpgroupKeys <= p.kv_len &&
         (!kProblem.query_offset || QueriesWithinKeys(p, tile.batch, tile.row, kRows))) {
-      FormScores<true>(score, view);
+      FormEntries<true>(score, view);
     } else {
-      FormScores<false>(score, view);
+      FormEntries<false>(score, view);
     }
     if (!kMasked) return;
     if constexpr (kMasksInMemory) {
@@ -82,16 +89,17 @@ struct Probabilities : Products {
     }
   }
 
-  // kInBounds: all entries are known to be within T and S, and the queries' positions within the keys.
+  // Adds the bias, unless AddBias has, and applies score_mod. kInBounds: all entries are known to be within T and S,
+  // and the queries' positions within the keys.
   template <bool kInBounds>
-  __device__ __forceinline__ void FormScores(const Score& score, const View<false>& view) {
+  __device__ __forceinline__ void FormEntries(const Score& score, const View<false>& view) {
 #pragma unroll
-    for (int i = 0; kWholeScores && kChangesScores && i < kWarpgroupKeys / 2; ++i) {
+    for (int i = 0; (kScoreMod || (kBias && !kBiasTiles)) && i < kWarpgroupKeys / 2; ++i) {
       const int h = i / 2 % 2, x = i / 4 * 2 + i % 2;
       if (!kBiasTiles) S[i] = score.BeforeMod(S[i], view.Row(h, x), view.Key(h, x));
       S[i] = score.Mod<kInBounds>(S[i], view, h, x);
     }
-    if (program::kInBoundsHelps) PinDistinct<kInBounds>(S);
+    if (program::kClampsIndices) PinDistinct<kInBounds>(S);
   }
 
   // Updates the row maxima m. O must be multiplied by alpha. Exponents subtract `shift`.

@@ -24,12 +24,14 @@ struct Tuning {
 
   // Do warps vote whether a masked tile is fully visible to their rows, and then skip masking? Often it is fully
   // visible to some warps only. Or a window crosses a block, and the keys of one warpgroup are all visible. With
-  // segments and dropout the vote costs more than it saves.
-  static constexpr bool kVote = (kSegments ? !kDropout : kListed) && kWarpgroupKeys % 32 == 0;
+  // segments and dropout the vote costs more than it saves. It is only used where ToScores has nothing else to do.
+  static constexpr bool kVote = (kSegments ? !kDropout : kListed) && kWarpgroupKeys % 32 == 0 &&
+                                (!kFormsScores || (kTiling.bias_tiles && !kScoreMod));
 
-  // Are the masks of a tile combined before S needs registers? Otherwise they are combined after S, when the loads have
-  // arrived.
-  static constexpr bool kEarlyCombineMasks = kSegments || kMaskMod || (kDropout && kWarpgroupKeys == 128);
+  // Are the masks of a tile combined after S, when their loads have arrived? Otherwise they are combined before S needs
+  // registers.
+  static constexpr bool kCombineMasksLate =
+      kMasksInMemory && !(kSegments || kMaskMod || (kDropout && kWarpgroupKeys == 128));
 
   // Code must not move ahead of the next 32 keys of a bias tile.
   static constexpr bool kBiasInParts = kSoftCap && kDropout;

@@ -18,13 +18,13 @@ struct QTile {
 
 // With a block mask: the next kv tile.
 struct ListedTile {
-  int word = -1;  // 8 j + 4 only_bits + 2 masked + last; < 0: no tile
+  int word = -1;  // 8 j + 4 only_element_mask + 2 masked + last; < 0: no tile
   int elements;   // ElementsOf the tile's block
 
   __device__ __forceinline__ bool Exists() const { return word >= 0; }
   __device__ __forceinline__ int J() const { return word >> 3; }
-  // Is the element mask of the tile's block its only mask?
-  __device__ __forceinline__ bool OnlyBits() const { return word & 4; }
+  // Has the tile no mask but the element mask of its block?
+  __device__ __forceinline__ bool OnlyElementMask() const { return word & 4; }
   __device__ __forceinline__ bool Masked() const { return word & 2; }
   __device__ __forceinline__ bool Last() const { return word & 1; }
 };
@@ -91,11 +91,11 @@ struct ListReader {
     if (keys.at < 0) return {};
     const int column = keys.at, kind = KindOfColumn(kinds, column);
     const bool within = tile.visible.every_lo <= column && column + kKeys <= tile.visible.every_hi;
-    const bool only_bits = within && !(kMaskMod && kind != kFullBlock);
+    const bool only_element_mask = within && !(kMaskMod && kind != kFullBlock);
     bool masked = !within || kind != kFullBlock;
     if (kScoresMove && !masked) masked = !has_references, has_references = true;
     keys.Next(tile.visible);
-    return {column / kKeys * 8 + only_bits * 4 + masked * 2 + (keys.at < 0),
+    return {column / kKeys * 8 + only_element_mask * 4 + masked * 2 + (keys.at < 0),
             ElementsOf(p.block_mask, tile.batch, kind)};
   }
 };

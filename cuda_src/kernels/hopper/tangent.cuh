@@ -134,7 +134,7 @@ struct Consumer {
 
   // Turns q_i k_j into s_ij but for its factor, which goes into the exponent, and hides masked entries.
   template <bool kMasked>
-  __device__ __forceinline__ void ToScores(const QTile& tile, int j, bool only_bits) {
+  __device__ __forceinline__ void ToScores(const QTile& tile, int j, bool only_element_mask) {
     if (kSoftCap) {
       SoftCapTanh(p, S);
 #pragma unroll
@@ -145,7 +145,7 @@ struct Consumer {
     if (!kProblem.q_lengths && !kProblem.ranges) positions.q_length = int64_t(1) << 32;  // rows beyond T are not stored
     if constexpr (kMasksInMemory) {
       tile_mask.PackBits();
-      if (!only_bits) tile_mask.Intersect(positions, Entries(p, tile.batch, tile.head), ViewOf(tile, j));
+      if (!only_element_mask) tile_mask.Intersect(positions, Entries(p, tile.batch, tile.head), ViewOf(tile, j));
       tile_mask.Apply(S);
     } else {
       MaskOutside(positions, ViewOf(tile, j), S);
@@ -213,10 +213,10 @@ struct Consumer {
     return {Uniform(shared.listed[k.index].word)};
   }
 
-  // Adds tile j of K and V. only_bits: the element mask of the tile's block is its only mask. The products for A may
-  // still be at work when it returns.
+  // Adds tile j of K and V. only_element_mask: the tile has no mask but the element mask of its block. The products for
+  // A may still be at work when it returns.
   template <bool kMasked, bool kFirst>
-  __device__ __forceinline__ void AddTile(const QTile& tile, int j, bool last, bool only_bits = false) {
+  __device__ __forceinline__ void AddTile(const QTile& tile, int j, bool last, bool only_element_mask = false) {
     FetchMasks<kMasked>(tile, j);
     if (!kListed) MbarrierWait(&shared.k_full[k.index], k.parity);  // before the turn, which others wait for
     TakeTurn();
@@ -227,7 +227,7 @@ struct Consumer {
     Pin(S);
     if (kSoftCap && kScoresMove) Pin(S_dot);
     if (!kFirst) Release(&shared.v_empty[v.Before().index]);
-    ToScores<kMasked>(tile, j, only_bits);
+    ToScores<kMasked>(tile, j, only_element_mask);
     ToE();
     MbarrierWait(&shared.v_full[v.index], v.parity);
     if (kValueMoves) IssueA(E, shared.v_tangent[v.index]);
@@ -278,11 +278,11 @@ struct Consumer {
     for (int i = 0; i < kVDim / 2; ++i) A[i] = 0.0f;
     if constexpr (kListed) {  // Algorithm 5, line 8: skip empty blocks
       ListedTile listed = Listed();
-      AddTile<true, true>(tile, listed.J(), listed.Last(), listed.OnlyBits());
+      AddTile<true, true>(tile, listed.J(), listed.Last(), listed.OnlyElementMask());
       while (!listed.Last()) {
         listed = Listed();
         if (listed.Masked()) {
-          AddTile<true, false>(tile, listed.J(), listed.Last(), listed.OnlyBits());
+          AddTile<true, false>(tile, listed.J(), listed.Last(), listed.OnlyElementMask());
         } else {  // adds terms with the present r and does not look for one, so r must not change any more
           lacks_reference[0] = lacks_reference[1] = false;
           AddTile<false, false>(tile, listed.J(), listed.Last());

@@ -133,16 +133,14 @@ int nvrtcCompileProgram(void* program, int option_count, const char* const* opti
     emulator::WriteFile(folder.path + "/" + name, emulator::Translated(text));
   }
   emulator::WriteFile(folder.path + "/kernel.cc", p.source);
-  std::string command =
-      "g++ -std=c++17 -O1 -fPIC -fno-gnu-unique -fno-threadsafe-statics -fno-strict-aliasing -ffp-contract=off "
-      "-ftrivial-auto-var-init=pattern -w";
+  std::string command = EMULATOR_COMPILER;
   for (int i = 0; i < option_count; ++i) {
     const std::string option = options[i];
     if (option.rfind("-D", 0) == 0) command += " " + option;
     if (option.rfind("-arch=sm_", 0) == 0) command += " -D__CUDA_ARCH__=" + std::to_string(std::atoi(&option[9]) * 10);
   }
   const std::string object = folder.path + "/kernel.o";
-  command += " -include " EMULATOR_FOLDER "/cuda.h -I" + folder.path + " -c " + folder.path + "/kernel.cc -o " + object;
+  command += " -I" + folder.path + " -c " + folder.path + "/kernel.cc -o " + object;
   p.log = emulator::Run(command, folder.path);
   p.object = emulator::ReadFile(object);
   return p.log.empty() ? 0 : 6;  // NVRTC_ERROR_COMPILATION

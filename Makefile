@@ -15,6 +15,7 @@ BENCH_ARGS ?=
 SANITIZE_ARGS ?=
 
 OLDEST_JAX = 0.9.2
+OLDEST_NVRTC = 13.0.88
 PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
   $(p) -c 'import sys; sys.version_info >= (3, 11) and print("$(p)")' 2>/dev/null)))
 GPU = $(shell command -v nvidia-smi)
@@ -34,7 +35,7 @@ help:
 	@echo "make demo         train a small GPT on real text through jax_flash (examples/train_lm.py)"
 	@echo "make test         the test suite"
 	@echo "make lint         formatting, lint, spelling, types and commit subjects"
-	@echo "make test-oldest  the test suite with jax $(OLDEST_JAX), the oldest supported"
+	@echo "make test-oldest  the test suite with jax $(OLDEST_JAX), the oldest supported, and NVRTC $(OLDEST_NVRTC)"
 	@echo "make bench        jax_flash against jax.nn and PyTorch on this CPU (BENCH_ARGS=--quick for a short one)"
 	@echo "make bench-gpu    jax_flash against cuDNN, XLA and PyTorch on this GPU"
 	@echo "make emulate      runs the CUDA kernels on this CPU, each feature and dtype, for both families (minutes)"
@@ -53,7 +54,8 @@ test: $(VENV)/.built
 	@$(VENV)/$(PYTEST) $(PYTEST_ARGS)
 
 test-oldest:
-	@$(MAKE) --no-print-directory test VENV=$(VENV_OLDEST) EXTRAS=test JAX='jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX)'
+	@$(MAKE) --no-print-directory test VENV=$(VENV_OLDEST) EXTRAS=test \
+	  JAX='jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX) nvidia-cuda-nvrtc==$(OLDEST_NVRTC)'
 
 bench: $(VENV)/.built
 	$(call say,Measuring attention on this CPU; results go to benchmarks/results/)

@@ -8,6 +8,7 @@ import gc
 import importlib.metadata
 import importlib.util
 import os
+import random
 import shutil
 import tempfile
 
@@ -63,8 +64,32 @@ pytest.register_assert_rewrite("accuracy", "block_masks", "sequences")
 _NEED_GPU = pytest.StashKey[int]()
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--each-value",
+        action="store_true",
+        help="run each test function with a part of its parameter sets, in which every value of each parameter appears",
+    )
+
+
+def _with_each_value(items):
+    """Return items in which every value of each parameter of a test function appears, with random values of others."""
+    items_of, kept = collections.defaultdict(list), set()
+    for item in items:
+        items_of[item.nodeid.partition("[")[0]].append(item)
+    for function, sets in items_of.items():
+        seen = set()
+        for item in random.Random(function).sample(sets, len(sets)):  # the same in all processes
+            parameters = item.callspec.params if hasattr(item, "callspec") else {"": None}
+            values = {(name, id(value)) for name, value in parameters.items()}
+            if not values <= seen:
+                seen |= values
+                kept.add(item)
+    return [item for item in items if item in kept]
+
+
 def pytest_collection_modifyitems(config, items):
-    """Without a GPU, leave out the tests that need one."""
+    """Without a GPU, leave out the tests that need one. With --each-value, leave out parameter sets."""
     if not _GPU:
         left_out = [item for item in items if item.get_closest_marker("gpu")]
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
@@ -72,6 +97,8 @@ def pytest_collection_modifyitems(config, items):
         config.stash[_NEED_GPU] = len(left_out)
         if hasattr(config, "workeroutput"):  # of pytest-xdist, which sends it to the process that prints
             config.workeroutput["need_gpu"] = len(left_out)
+    if config.getoption("--each-value"):
+        items[:] = _with_each_value(items)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -9,10 +9,17 @@ namespace {
 // A [batch, time, heads, dim] array.
 struct Array {
   const void* data;
-  int64_t time, heads, dim;
+  int64_t batch, time, heads, dim;
 };
-Array OfQueries(const Problem& p, const void* data, int64_t dim) { return {data, p.q_len, p.q_heads, dim}; }
-Array OfKeys(const Problem& p, const void* data, int64_t dim) { return {data, p.kv_len, p.kv_heads, dim}; }
+Array OfQueries(const Problem& p, const void* data, int64_t dim) { return {data, p.batch, p.q_len, p.q_heads, dim}; }
+// The rows of all heads of a group, if there is one group.
+Array OfPackedQueries(const Problem& p, const void* data, int64_t dim) {
+  return {data, p.batch, p.q_len * p.q_heads, 1, dim};
+}
+Array OfKeys(const Problem& p, const void* data, int64_t dim) {
+  if (p.page > 0) return {data, 1, p.pages * p.page, p.kv_heads, dim};
+  return {data, p.batch, p.kv_len, p.kv_heads, dim};
+}
 
 // Elements outside the array are loaded as zeros.
 TensorMap Encoded(const void* data, int type, const uint64_t (&sizes)[4], const uint64_t (&strides)[3],
@@ -31,7 +38,7 @@ TensorMap Encoded(const void* data, int type, const uint64_t (&sizes)[4], const 
 TensorMap MapOf(const Problem& p, const Array& array, int type, int rows) {
   if (!array.data) return {};
   const uint64_t bytes = ElementOf(p.dtype).bytes, time = array.time, heads = array.heads, dim = array.dim;
-  const uint64_t sizes[] = {dim, time, heads, uint64_t(p.batch)};
+  const uint64_t sizes[] = {dim, time, heads, uint64_t(array.batch)};
   const uint64_t strides[] = {heads * dim * bytes, dim * bytes, time * heads * dim * bytes};
   return Encoded(array.data, type, sizes, strides, uint32_t(kBoxBytes / bytes), rows);
 }
@@ -60,6 +67,8 @@ AnyMaps TileMapsOf(const Problem& p, const Params& x, const KernelTiling& tiling
 
 ForwardMaps ForwardMapsOf(const Problem& p, const Params& x, const KernelTiling& tiling) {
   ForwardMaps maps = TileMapsOf<ForwardMaps>(p, x, tiling, kBoxRows);
+  if (tiling.packed > 0)
+    maps.query = MapOf(p, OfPackedQueries(p, x.query, p.qk_dim), ElementOf(p.dtype).loaded_type, kBoxRows);
   if (tiling.bias_tiles) maps.bias = BiasMapOf(p, x.bias.data, tiling.rows);
   if (p.output_dtype() == p.dtype) maps.o = MapOf(p, OfQueries(p, x.o, p.v_dim), ElementOf(p.dtype).map_type, kBoxRows);
   return maps;

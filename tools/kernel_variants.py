@@ -171,6 +171,7 @@ def problem(dtype: str, dims: tuple[int, int], **features: Any) -> Problem:
         ),
         page=page,
         pages=100 if page else 0,
+        latent=features.get("latent", False),
         sinks=Extent(False, True, False, False) if features["sinks"] else None,
         captured=() if program == "none" else (CAPTURED[0]._replace(gradient=has_gradient), CAPTURED[1]),
         drop_threshold=3277 * features["dropout"],
@@ -202,6 +203,10 @@ def cover() -> Iterator[Case]:
     wide = {name: FEATURES[name] for name in names} | {"dims": ((512, 512), (576, 328))}
     for chosen in pairs(dtype=DTYPES[:2], **wide):
         yield Case("sm_90a", **PLAIN | {"gradients": "none"} | chosen)
+    # Hopper's split-KV forward of latents.
+    few = {"dims": ((576, 512), (320, 256)), "page": (0, 64), "q_heads": (4, 16), "latent": (True,), "kv_heads": (1,)}
+    for chosen in pairs(**few, **{name: wide[name] for name in names if name != "ranges"}):
+        yield Case("sm_90a", "bfloat16", q_len=16, **PLAIN | {"gradients": "none"} | chosen)
     # The single-kernel backward. If heads share keys, it sums dK and dV.
     common = {"q_len": (4096, 512), "sinks": (False, True), "gradients": ("all", "query")}
     for kv_heads in (4, 1):

@@ -21,6 +21,8 @@ constexpr bool kParts = kTiling.packed > 0;
 constexpr int kPacked = kParts ? kTiling.packed : 1;
 constexpr bool kBalanced = kTiling.balanced;
 
+constexpr int kPage = kProblem.page;  // keys per page; 0 without pages
+
 constexpr bool kSinks = kProblem.sinks;
 
 template <bool kFirst, typename First, typename Second>

@@ -267,6 +267,28 @@ int MergedRows(const Target& target, int64_t rows) {
   return merged;
 }
 
+// Reserves the results of parts of the keys.
+void ReserveParts(const Problem& p, int64_t parts, int64_t rows, Plan* plan) {
+  Scratch& scratch = plan->scratch;
+  scratch.parts = int(parts);
+  scratch.Reserve(&Scratch::o_parts, 4 * rows * p.v_dim);
+  scratch.Reserve(&Scratch::l_parts, 4 * rows);
+  scratch.Reserve(&Scratch::m_parts, 4 * rows);
+}
+
+// The tiles of a split-KV forward, also for the kernel that merges the parts.
+KernelTiling PackedTiling(const Target& target, const Problem& p) {
+  KernelTiling tiling = SplitTiling(target, p);
+  tiling.packed = int(p.group());
+  tiling.merged_rows = MergedRows(target, p.batch * p.q_heads * p.q_len);
+  return tiling;
+}
+
+Launch MergeLaunch(const Problem& p, const KernelTiling& tiling, int unit) {
+  const int64_t rows = p.batch * p.q_heads * p.q_len;
+  return {unit, "jax_flash_forward_merge", DivideUp(rows, tiling.merged_rows), kMergeThreads};
+}
+
 // The launch of ampere/backward_prepare.cuh.
 Launch PrepareLaunch(const Problem& p, int unit) {
   const int64_t threads = p.batch * p.q_heads * RoundUp(p.q_len, kRowPadding) * LanesOfRow(int(p.v_dim));
@@ -302,20 +324,20 @@ bool ampere::SplitsKeys(const Target& target, const Problem& p) {
 
 void ampere::AddSplitForward(const Target& target, const Problem& p, Plan* plan) {
   const PartWork work = PartWorkOf(target, p);
-  Scratch& scratch = plan->scratch;
-  scratch.parts = int(work.parts);
-  scratch.Reserve(&Scratch::o_parts, 4 * work.rows * p.v_dim);
-  scratch.Reserve(&Scratch::l_parts, 4 * work.rows);
-  scratch.Reserve(&Scratch::m_parts, 4 * work.rows);
-  if (work.balanced) scratch.Reserve(&Scratch::tile_parts, work.tiles * int64_t(sizeof(PartsOfTile)));
-  KernelTiling tiling = SplitTiling(target, p);
-  tiling.packed = int(p.group());
+  ReserveParts(p, work.parts, work.rows, plan);
+  if (work.balanced) plan->scratch.Reserve(&Scratch::tile_parts, work.tiles * int64_t(sizeof(PartsOfTile)));
+  KernelTiling tiling = PackedTiling(target, p);
   tiling.balanced = work.balanced;
-  const int64_t rows = p.batch * p.q_heads * p.q_len;
-  tiling.merged_rows = MergedRows(target, rows);
   const int unit = AddUnit(FileFor(p, "forward_split.cuh"), DependsOn::kEveryPass, p, tiling, plan);
   plan->launches.push_back(MainLaunch("jax_flash_forward", unit, tiling, work.blocks));
-  plan->launches.push_back({unit, "jax_flash_forward_merge", DivideUp(rows, tiling.merged_rows), kMergeThreads});
+  plan->launches.push_back(MergeLaunch(p, tiling, unit));
+}
+
+void ampere::AddMerge(const Target& target, const Problem& p, int64_t parts, Plan* plan) {
+  ReserveParts(p, parts, parts * p.batch * p.q_heads * p.q_len, plan);
+  const KernelTiling tiling = PackedTiling(target, p);
+  const int unit = AddUnit("ampere/forward_merge.cuh", DependsOn::kEveryPass, p, tiling, plan);
+  plan->launches.push_back(MergeLaunch(p, tiling, unit));
 }
 
 Tilings ampere::Candidates(const Target& target, const Problem& p, Pass pass) {

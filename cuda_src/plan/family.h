@@ -70,6 +70,9 @@ Tilings BiasCandidates(const Target& target, const Problem& p);
 std::string WhyNotBias(const Target& target, const Problem& p);
 
 void AddForward(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan);
+// Does Hopper's kernel support this split-KV forward? Only for latents (MLA).
+bool SplitsKeys(const Target& target, const Problem& p);
+void AddSplitForward(const Target& target, const Problem& p, Plan* plan);
 void AddTangent(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan);
 // Adds dbias. `prepared`: has Hopper's backward run before?
 void AddBias(const Target& target, const Problem& p, const KernelTiling& tiling, bool prepared, Plan* plan);
@@ -86,6 +89,8 @@ bool FewQueries(const Target& target, const Problem& p);
 // Does such a forward use split-KV? Then its tiles have no candidates.
 bool SplitsKeys(const Target& target, const Problem& p);
 void AddSplitForward(const Target& target, const Problem& p, Plan* plan);
+// Adds the kernel that merges the parts of a split-KV forward of another family.
+void AddMerge(const Target& target, const Problem& p, int64_t parts, Plan* plan);
 
 // Candidates for the tiles of each kernel. They throw std::invalid_argument if there are none.
 Tilings Candidates(const Target& target, const Problem& p, Pass pass);

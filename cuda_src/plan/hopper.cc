@@ -83,6 +83,12 @@ constexpr Row kWideForward[] = {
     {227, kMaxDim, {128, 64, 2, 1}},
 };
 
+// Split-KV of a latent: with few rows, a CTA shares keys with no other. (decoding.md)
+constexpr Row kLatentForward[] = {
+    {227, kMaxDim, {64, 64, 2, 1}, kManyRows},
+    {227, kMaxDim, {128, 64, 2, 1}},
+};
+
 // The backward does not keep scores, so captured arrays cannot have gradients that depend on them. It has no room for
 // two kinds of slopes, or for large slopes in float16.
 constexpr FeatureBits kSupportedBackward = kSupported & ~(kGradientsOfScore | kUnkeptSlopes);
@@ -130,6 +136,7 @@ constexpr Row kBackwardBias[] = {
 constexpr Table kForwardTable = {{kForward, kSupported}, {kForwardF32, kSupported}};
 constexpr Table kWideForwardTable = {{kWideForward, kSupportedWide}, {kForwardF32, kSupported}};
 constexpr Table kBackwardTable = {{kBackward, kSupportedBackward}, {kBackwardF32, kSupportedBackward}};
+constexpr Rows kLatentRows = {kLatentForward, kSupportedWide};
 constexpr Rows kTangentRows = {kTangent, kSupportedTangent}, kBackwardBiasRows = {kBackwardBias, kSupportedBias};
 
 const Rows& RowsOf(const Problem& p, Pass pass) {
@@ -242,12 +249,26 @@ void AddRowLaunch(const Target& target, const Problem& p, Launch launch, Plan* p
 }
 
 // A cluster of two CTAs has a tile of 128 queries.
-void AddWideForward(const Problem& p, const KernelTiling& tiling, Plan* plan) {
+void AddWideForward(const Problem& p, const KernelTiling& tiling, int64_t tiles, Plan* plan) {
   const int unit = AddUnit("hopper/wide_forward.cuh", DependsOn::kEveryPass, p, tiling, plan);
   const int cluster = tiling.rows / 64;
-  Launch launch = MainLaunch("jax_flash_forward", unit, tiling, cluster * Tiles(p, tiling), Maps::kForward);
+  Launch launch = MainLaunch("jax_flash_forward", unit, tiling, cluster * tiles, Maps::kForward);
   launch.cluster = cluster;
   plan->launches.push_back(launch);
+}
+
+// The number of parts of the keys with which all clusters are done the earliest.
+int64_t PartsOfLatent(const Target& target, const Problem& p, const KernelTiling& tiling, int64_t tiles) {
+  constexpr int64_t kPartOverhead = 3;  // the time to load Q and to write and merge O, in kv tiles
+  const int64_t clusters = target.multiprocessors / (tiling.rows / 64), kv_tiles = DivideUp(p.kv_len, tiling.cols);
+  const auto time = [&](int64_t parts) {
+    return DivideUp(tiles * parts, clusters) * (DivideUp(kv_tiles, parts) + kPartOverhead);
+  };
+  int64_t best = 1;
+  for (int64_t parts = 2; parts * kMinKVTiles <= kv_tiles && parts <= target.multiprocessors; ++parts) {
+    if (time(parts) < time(best)) best = parts;
+  }
+  return best;
 }
 
 }  // namespace
@@ -305,10 +326,26 @@ std::string hopper::WhyNotBias(const Target& target, const Problem& p) {
 }
 
 void hopper::AddForward(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan) {
-  if (HasWideHeads(p)) return AddWideForward(p, tiling, plan);
+  if (HasWideHeads(p)) return AddWideForward(p, tiling, Tiles(p, tiling), plan);
   PrepareMasksByRow(p, plan);
   const int unit = AddUnit("hopper/forward.cuh", DependsOn::kEveryPass, p, tiling, plan);
   AddRowLaunch(target, p, MainLaunch("jax_flash_forward", unit, tiling, Tiles(p, tiling), Maps::kForward), plan);
+}
+
+// The kernel reads V from tiles of K, in halves of whole boxes. TMA loads keys of one page at a time.
+bool hopper::SplitsKeys(const Target& target, const Problem& p) {
+  const auto boxes = [](int64_t dim) { return DivideUp(dim, 64); };
+  return ReadsLatent(p) && p.kv_heads == 1 && ElementOf(p.dtype).bytes == 2 && p.page % 64 == 0 &&
+         RoundUp(boxes(p.v_dim), 2) <= boxes(p.qk_dim) && !TilingsOf(kLatentRows, target, p).empty();
+}
+
+void hopper::AddSplitForward(const Target& target, const Problem& p, Plan* plan) {
+  KernelTiling tiling = TilingsOf(kLatentRows, target, p).front();
+  tiling.packed = int(p.group());
+  const int64_t tiles = p.batch * DivideUp(p.q_len * p.group(), tiling.rows);
+  const int64_t parts = PartsOfLatent(target, p, tiling, tiles);
+  AddWideForward(p, tiling, tiles * parts, plan);
+  ampere::AddMerge(target, p, parts, plan);
 }
 
 void hopper::AddTangent(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan) {

@@ -71,6 +71,10 @@ void Append(const Tilings& more, Tilings* candidates) {
 
 void AddForward(const Target& target, const Problem& p, const Choices& choices, Plan* plan) {
   Tilings candidates;
+  if (ampere::SplitsKeys(target, p) && hopper::SplitsKeys(target, p)) {
+    plan->reasons.push_back("few queries see many keys of a latent: CTAs split the keys");
+    return hopper::AddSplitForward(target, p, plan);
+  }
   if (p.page > 0) {
     plan->reasons.push_back("keys are in pages: the kernels for Ampere and later load them row by row");
   } else if (ampere::FewQueries(target, p)) {

@@ -1,5 +1,6 @@
 """`mla_attention` and its paged form, compared with standard attention of the latent as key and as value."""
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -9,10 +10,9 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import latents
 import numpy as np
 import pytest
-import standard
-from accuracy import assert_accurate, by_numpy, errors
 from cases import Case, data_collectives
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -32,58 +32,32 @@ CASES = [
 ]
 
 
-def arrays_of(case, dtype):
-    """Return the arrays of a case whose value is a part of its key, and all of whose queries are valid."""
-    arrays = case.arrays(dtype)
-    arrays["value"] = np.ascontiguousarray(arrays["key"][..., : case.E])
-    if case.lengths:
-        arrays["query_seq_lengths"] = np.full(case.B, case.T, np.int32)
-    return arrays
-
-
-def with_latent(results):
-    """Return results with the gradient of the latent, or a bound of its error, instead of those of key and value."""
-    given = dict(results)
-    key, value = given.pop("key"), given.pop("value")
-    if np.ndim(key):
-        value = np.pad(value, [(0, 0)] * 3 + [(0, key.shape[-1] - value.shape[-1])])
-        return {name: given[name] for name in ("o", "query")} | {"latent": (key + value)[:, :, 0]}
-    return {name: given[name] for name in ("o", "query")} | {"latent": key + value}
-
-
-def check(case, dtype, **options):
-    """Check that the errors are at most twice those of standard attention in the same dtype, plus a few ulps."""
-    kind, arrays, cotangents = jnp.dtype(dtype), arrays_of(case, dtype), case.cotangents(dtype)
-    exact = with_latent(by_numpy(case, arrays, cotangents))
-    sums = np.float64 if dtype == "float64" else np.float32
-    baseline = errors(with_latent(standard.attention(case, arrays, cotangents, sums, kind)), exact)
-    given = {name: arrays[name] for name in ("query_offset", "key_value_seq_lengths") if name in arrays}
-
-    @jax.jit
-    def run(query, latent):
-        attend = functools.partial(
-            jax_flash.mla_attention, value_dim=case.E, scale=case.scale, is_causal=case.causal, **given, **options
-        )
-        o, pull = jax.vjp(attend, query, latent)
-        return {"o": o} | dict(zip(("query", "latent"), pull(jnp.asarray(cotangents[0])), strict=True))
-
-    found = jax.tree.map(np.asarray, run(arrays["query"], arrays["key"][:, :, 0]))
-    cancelled = with_latent(standard.cancellation(case, arrays, cotangents, kind))
-    assert_accurate(found, exact, baseline, cancelled, kind)
-
-
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_accuracy(case, dtype):
-    check(case, dtype)
+    latents.check(case, dtype)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(B=2, T=1, S=1100, N=16, K=1, D=576, E=512, scale=SCALE, logsumexp=False),
+        Case(B=1, T=3, S=1100, N=22, K=1, D=264, E=256, causal=True, offset=True, lengths=True, logsumexp=False),
+    ],
+    ids=str,
+)
+def test_many_keys(case):
+    """Few queries see many keys, so the keys are split on a GPU."""
+    latents.check(dataclasses.replace(case, scale=SCALE), "bfloat16")
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("implementation", ["flash", "xla", "reference"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_implementations(case, implementation):
-    check(case, "float64", implementation=implementation)
+    latents.check(case, "float64", implementation=implementation)
 
 
 def normal(seed, *shape):
@@ -297,22 +271,20 @@ CACHES = [
 @pytest.mark.parametrize("cache", CACHES, ids=str)
 def test_paged_accuracy(cache, dtype):
     """Unused pages and rows, and page numbers beyond a sequence, have no influence."""
-    case, kind, arrays = cache.contiguous, jnp.dtype(dtype), cache.arrays(dtype)
-    arrays["value"] = np.ascontiguousarray(arrays["key"][..., : case.E])
-    cotangents = case.cotangents(dtype)
-    exact, rounded, cancelled = (
-        {"o": f(case, arrays, cotangents, *more)["o"]}
-        for f, more in (
-            (by_numpy, ()),
-            (standard.attention, (np.float32, kind)),
-            (standard.cancellation, (kind,)),
-        )
-    )
-    given = cache.paged_arguments(arrays)
-    latent_pages = given.pop("key_pages")[:, :, 0]
-    del given["value_pages"]
-    found = jax_flash.paged_mla_attention(**given, latent_pages=latent_pages, value_dim=case.E, scale=case.scale)
-    assert_accurate({"o": np.asarray(found)}, exact, errors(rounded, exact), cancelled, kind)
+    latents.check_pages(cache, dtype)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    "cache",
+    [
+        Cache((1100, 70), 64, Case(T=3, N=22, K=1, D=264, E=256, scale=0.1)),
+        Cache((1000, 3), 128, Case(T=1, N=16, K=1, D=576, E=512, scale=SCALE)),
+    ],
+    ids=str,
+)
+def test_many_keys_in_pages(cache):
+    latents.check_pages(cache, "bfloat16")
 
 
 def in_pages(query, latent):

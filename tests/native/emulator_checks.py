@@ -15,6 +15,7 @@ import emulator
 import infinite_bias
 import jax
 import jax.numpy as jnp
+import latents
 import numpy as np
 import packs
 import pages
@@ -577,6 +578,22 @@ def test_gradient_of_a_bias(case, bias_dtype, inputs):
     exact = {"bias": by_numpy(case, arrays, cotangents)["bias"]}
     usual = errors(standard.attention(case, arrays, cotangents, np.float32, dtype), exact)
     assert_accurate({"bias": dbias}, exact, usual, {}, dtype)
+
+
+@hopper
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    "cache",
+    [
+        pages.Cache((1100, 70), 64, Case(T=3, N=22, K=1, D=264, E=256, scale=0.1)),
+        pages.Cache((1000, 3), 128, Case(T=1, N=16, K=1, D=576, E=512, scale=0.1)),
+    ],
+    ids=str,
+)
+def test_parts_of_latents(cache, monkeypatch):
+    """Clusters share 128 rows, or a CTA has 64. Parts may have no key, and the last keys of a page may be unused."""
+    monkeypatch.setenv("JAX_FLASH_EMULATE_SEED", "0")
+    latents.check_pages(cache, "bfloat16")
 
 
 # Several tiles per CTA, and more than one round of the ring buffers. All but the last use kernels of cases above.

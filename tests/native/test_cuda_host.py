@@ -95,6 +95,26 @@ def test_latent(dims, reads):
     assert fields("sm_80", **latent)["latent"] == reads
 
 
+@pytest.mark.parametrize(
+    ("changes", "family"),
+    [
+        ({}, "hopper"),
+        ({"page": 64, "pages": 100, "key_value_seq_lengths": True}, "hopper"),
+        ({"page": 32, "pages": 100}, "ampere"),  # tiles of 64 keys would cross pages
+        ({"drop_threshold": 9}, "ampere"),
+        ({"dtype": "float32"}, "ampere"),
+        ({"v_dim": 576}, "ampere"),  # 9 boxes have no halves
+    ],
+)
+def test_split_latent(changes, family):
+    """Hopper has a split-KV forward of latents. Ampere's kernel merges the parts."""
+    latent = {"qk_dim": 576, "v_dim": 512, "q_heads": 16, "kv_heads": 1, "latent": True, "q_len": 1, "kv_len": 4096}
+    file = "wide_forward.cuh" if family == "hopper" else "wide_forward_split.cuh"
+    merge = "ampere/forward_merge.cuh" if family == "hopper" else "ampere/wide_forward_split.cuh"
+    found = kernels("sm_90a", **latent | changes)
+    assert found == [(f"{family}/{file}", "jax_flash_forward"), (merge, "jax_flash_forward_merge")]
+
+
 def test_grid_limit():
     many = {"batch": 2**27, "q_heads": 1, "kv_heads": 1, "q_len": 1, "kv_len": 16, "qk_dim": 256, "v_dim": 256}
     assert _native.cuda_refusal(problem(**many).encode()) == ""

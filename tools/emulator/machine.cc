@@ -388,6 +388,8 @@ void ArriveAt(int id, int threads, bool wait) {
 
 void SyncThreads() { ArriveAt(0, blockDim.x, true); }
 
+uint32_t ClusterRank() { return state->kernel->cluster == 1 ? 0 : Self().block->rank; }
+
 void ArriveAtCluster() {
   Barrier& barrier = state->cluster;
   Self().cluster_phase = barrier.phase;

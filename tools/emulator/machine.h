@@ -45,7 +45,7 @@ struct Barrier {
 };
 
 struct Block {
-  int rank;              // in its cluster
+  int rank;              // among the blocks that run concurrently: those of its cluster, or all without clusters
   unsigned index, left;  // left: threads that have not finished
   uint8_t* shared;
   Barrier barriers[16];
@@ -96,6 +96,8 @@ constexpr int kAsyncProxyOffset = 512 << 10;
 void FenceProxyAsync();
 
 void ArriveAt(int barrier, int threads, bool wait);
+// %cluster_ctarank of this thread.
+uint32_t ClusterRank();
 void ArriveAtCluster();
 void WaitForCluster();
 

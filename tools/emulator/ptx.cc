@@ -73,7 +73,7 @@ uint64_t Step::operator[](size_t i) const {
     case Argument::kRegister:
       return registers[argument.value];
     case Argument::kClusterRank:
-      return Self().block->rank;
+      return ClusterRank();
     case Argument::kLanesBelow:
       return (1u << Self().lane()) - 1;
     case Argument::kLanesFrom:

@@ -19,7 +19,6 @@ constexpr int kRows = kTiling.rows;
 constexpr int kKeys = kTiling.cols;
 constexpr int kWarps = kTiling.groups;
 constexpr int kStages = kTiling.stages;
-constexpr int kPage = kProblem.page;  // keys per page; 0 without pages
 
 constexpr int kThreads = 32 * kWarps;
 constexpr int kRowWarps = kWideHeads ? WideRowWarps(kRows) : kWarps;  // warps with different rows

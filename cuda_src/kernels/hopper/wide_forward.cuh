@@ -64,6 +64,7 @@ struct Consumer {
   PackedRing<1> q;
   RingInTurns<kKSlots> k;
   RingInTurns<kVSlots> v;
+  int own_k, other_k;         // the first slot of this warpgroup's tile of K, and of the tile before, if kVInK
   int last_v = 0;             // the slot of V of the last product ...
   bool holds_last_v = false;  // ... if it has not been released
 
@@ -90,9 +91,37 @@ struct Consumer {
     MbarrierArrive(&shared.q_empty, ArrivesForWarp(lane) && elected);
   }
   __device__ __forceinline__ void ReleaseLastV() {
-    Release(&shared.v_empty[last_v], holds_last_v);
+    ReleaseV(last_v, holds_last_v);
     holds_last_v = false;
   }
+
+  // This warpgroup's half of V. A slot is an index of V's ring, or if kVInK the first slot of a tile of K. Take* wait
+  // for the tile of this warpgroup, or of the other, and return its slot.
+  __device__ __forceinline__ int TakeOwnV() {
+    if (kVInK) return own_k;
+    v.Wait(shared.v_full[warpgroup]);
+    const int slot = v.index;
+    v.Next<2>();  // one half is for the other warpgroup
+    return slot;
+  }
+  __device__ __forceinline__ int TakeOtherV() {
+    if (kVInK) return other_k;
+    v.Next();  // one half is for the other warpgroup
+    v.Wait(shared.v_full[warpgroup]);
+    const int slot = v.index;
+    v.Next();
+    return slot;
+  }
+  __device__ __forceinline__ HalfOfV V(int slot) const {
+    return {kVInK ? shared.k[slot + warpgroup * kHalfBoxes] : shared.v[slot]};
+  }
+  __device__ __forceinline__ void ReleaseV(int slot, bool elected) {
+    if (!kVInK) return Release(&shared.v_empty[slot], elected);
+#pragma unroll
+    for (int b = 0; b < kHalfBoxes; ++b) Release(&shared.k_empty[slot + warpgroup * kHalfBoxes + b], elected);
+  }
+  // Is box b of K also a box of V, which is released after the product with V?
+  __device__ __forceinline__ static constexpr bool IsBoxOfV(int b) { return kVInK && b < 2 * kHalfBoxes; }
 
   // S = Q K^T, box by box. Afterwards only the last box is in progress. Returns its slot.
   __device__ __forceinline__ int IssueS() {
@@ -101,6 +130,7 @@ struct Consumer {
     ReleaseLastV();
     const auto a = SharedQ{shared.q}.KMajor();
     int slot = 0;
+    own_k = k.index;
 #pragma unroll
     for (int b = 0; b < kQKBoxes; ++b, k.Next()) {
       k.Wait(shared.k_full[warpgroup]);
@@ -110,7 +140,7 @@ struct Consumer {
       for (int d = 0; d < 4 && 4 * b + d < kQKSteps; ++d)
         Wgmma<kKeys>::template SS<Major::kK, Major::kK>(S, a.KStep(d, b), rows.KStep(d), b > 0 || d > 0);
       WgmmaCommit();
-      if (b > 0) {
+      if (b > 0 && !IsBoxOfV(b - 1)) {
         WgmmaWait<1>();  // until the box before is done
         Release(&shared.k_empty[slot]);
       }
@@ -121,19 +151,18 @@ struct Consumer {
 
   // O += P V, with P from registers.
   __device__ __forceinline__ void IssueO() {
-    v.Wait(shared.v_full[warpgroup]);
-    const auto b = HalfOfV{shared.v[v.index]}.MNMajor();
+    last_v = TakeOwnV(), holds_last_v = true;
+    const auto b = V(last_v).MNMajor();
     WgmmaFence();
 #pragma unroll
     for (int c = 0; c < kKeys / kStep; ++c)
       Wgmma<kHalfColumns>::template RS<Major::kMN>(O, P + 4 * c, b.KStep(c), true);
     WgmmaCommit();
-    last_v = v.index, holds_last_v = true;
-    v.Next<2>();  // one half is for the other warpgroup
   }
 
-  // The same for the other warpgroup's tile: takes its softmax, and P from shared memory. O must not be in use.
-  __device__ __forceinline__ void IssueOtherO() {
+  // The same for the other warpgroup's tile: takes its softmax, and P from shared memory. O must not be in use. Returns
+  // the slot of V.
+  __device__ __forceinline__ int IssueOtherO() {
     BarrierSync(kHandover + 1 - warpgroup, kConsumers * kWarpgroup);
     float alpha[2];
 #pragma unroll
@@ -145,15 +174,20 @@ struct Consumer {
       softmax.l[h] = shared.l[h][threadIdx.x % kWarpgroup];
     }
     Rescale(alpha);
-    v.Next();  // one half is for the other warpgroup
-    v.Wait(shared.v_full[warpgroup]);
+    const int slot = TakeOtherV();
     const auto a = SharedP{shared.p}.KMajor();
-    const auto b = HalfOfV{shared.v[v.index]}.MNMajor();
+    const auto b = V(slot).MNMajor();
     WgmmaFence();
 #pragma unroll
     for (int c = 0; c < kKeys / kStep; ++c)
       Wgmma<kHalfColumns>::template SS<Major::kK, Major::kMN>(O, a.KStep(c), b.KStep(c), true);
     WgmmaCommit();
+    return slot;
+  }
+
+  __device__ __forceinline__ void SkipOtherK() {
+    other_k = k.index;
+    k.Next<kQKBoxes>();
   }
 
   __device__ __forceinline__ void Rescale(const float (&alpha)[2]) {
@@ -200,16 +234,17 @@ struct Consumer {
   // Algorithm 2.
   template <bool kMasked>
   __device__ __forceinline__ void AddTile(const QTile& tile, int j, bool first, bool last) {
-    if (!first) k.Next<kQKBoxes>();
-    const int slot = IssueS();  // 10
+    if (!first) SkipOtherK();
+    const int last_box = IssueS();  // 10
+    int other_v = 0;
     if (first) {
       WgmmaWait<0>();
     } else {
-      IssueOtherO();  // 15, for the other tile
+      other_v = IssueOtherO();  // 15, for the other tile
       WgmmaWait<1>();
     }
     Pin(S);
-    Release(&shared.k_empty[slot]);
+    if (!IsBoxOfV(kQKBoxes - 1)) Release(&shared.k_empty[last_box]);
     ReleaseQ(last);
     ToScores<kMasked>(tile, j);  // 11
     float alpha[2], shift[2];
@@ -222,8 +257,7 @@ struct Consumer {
     for (int h = 0; h < 2; ++h) softmax.Exponentials(S, h, shift[h]);
     WgmmaWait<0>();
     Pin(O);
-    Release(&shared.v_empty[v.index], !first);
-    if (!first) v.Next();
+    ReleaseV(other_v, !first);
 #pragma unroll
     for (int i = 0; i < kKeys / 4; ++i) P[i] = Pack(S[2 * i], S[2 * i + 1]);
     HandOver();
@@ -236,12 +270,16 @@ struct Consumer {
     SyncWarp();  // all lanes have read the previous tile
     MbarrierWait(&shared.q_full, q.Parity());
     const QTile& tile = shared.tile[q.position];  // it stays in shared memory to save registers
-    const int begin = kLocal ? Uniform(tile.visible.any_lo) : 0, end = Uniform(tile.visible.any_hi);
+    const int begin = kLocal || kParts ? Uniform(tile.visible.any_lo) : 0, end = Uniform(tile.visible.any_hi);
     const int unmasked_begin = kLocal ? Uniform(tile.visible.every_lo) : 0;
     const int unmasked_end = Uniform(tile.visible.every_hi);
     if (begin == end) {
       if (tile.row < 0) return false;  // after the last tile, whose range is empty, too
-      WriteEmpty(tile);
+      if (kParts) {
+        WriteEmptyPart(tile, shared.part[q.position]);
+      } else {
+        WriteEmpty(tile);
+      }
       SyncWarp();
       ReleaseQ(true);
       return true;
@@ -261,14 +299,16 @@ struct Consumer {
     WgmmaWait<0>();
     if (j + 1 == begin) {  // the last tile is the other warpgroup's
       ReleaseLastV();
-      k.Next<kQKBoxes>();
-      IssueOtherO();
+      SkipOtherK();
+      last_v = IssueOtherO(), holds_last_v = true;
       WgmmaWait<0>();
-      last_v = v.index, holds_last_v = true;
-      v.Next();
     }
     Pin(O);
-    Write(tile, o_map);
+    if (kParts) {
+      WritePart(tile, shared.part[q.position]);
+    } else {
+      Write(tile, o_map);
+    }
     return true;
   }
 
@@ -317,6 +357,44 @@ struct Consumer {
     }
   }
 
+  // Split-KV: the index of a row in the arrays of parts. Row r of a tile is query r / kPacked of head r % kPacked.
+  __device__ __forceinline__ int64_t PartIndex(const QTile& tile, int part, int row) const {
+    return ((int64_t(part) * p.batch + tile.batch) * p.q_heads + row % kPacked) * p.q_len + row / kPacked;
+  }
+
+  // Writes O, l and m of a part of the keys.
+  __device__ __forceinline__ void WritePart(const QTile& tile, int part) {
+    ReleaseLastV();
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      softmax.Finish(h);
+      const int row = Row(tile) + 8 * h;
+      if (row >= p.q_len * kPacked) continue;
+      const int64_t at = PartIndex(tile, part, row);
+      if (warpgroup == 0 && lane % 4 == 0) p.l_parts[at] = softmax.RowSum(h), p.m_parts[at] = softmax.m[h];
+      const float factor = softmax.l[h] == 0.0f ? 0.0f : Reciprocal(softmax.l[h]);
+      float* const to = p.o_parts + at * kVDim;
+#pragma unroll
+      for (int c = 0; c < kHalfColumns / 8; ++c) {
+        const int column = warpgroup * kHalfColumns + 8 * c + lane % 4 * 2;
+        const float* const x = O + 4 * c + 2 * h;
+        if (column < kVDim) *reinterpret_cast<float2*>(to + column) = make_float2(x[0] * factor, x[1] * factor);
+      }
+    }
+  }
+
+  // The same if no row sees a key.
+  __device__ __forceinline__ void WriteEmptyPart(const QTile& tile, int part) {
+    const int thread = threadIdx.x - kWarpgroup, row0 = FirstRow(tile), rows = min(64, p.q_len * kPacked - row0);
+    if (thread < rows) {
+      const int64_t at = PartIndex(tile, part, row0 + thread);
+      p.l_parts[at] = 0.0f, p.m_parts[at] = -Infinity();
+    }
+#pragma unroll 1
+    for (int i = thread; i < rows * kVDim; i += kConsumers * kWarpgroup)
+      p.o_parts[PartIndex(tile, part, row0 + i / kVDim) * kVDim + i % kVDim] = 0.0f;
+  }
+
   // Writes O, l and m of a tile in which all rows are fully masked.
   __device__ __forceinline__ void WriteEmpty(const QTile& tile) {
     constexpr int kChunks = kVDim * kElementBytes / 16;  // in a row
@@ -339,7 +417,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
   if (threadIdx.x == 0) {
     constexpr uint32_t kByWarpgroups = ArrivalsOf(4 * kCluster);  // one warpgroup of each CTA
     MbarrierInit(&shared.q_full, 1);
-    MbarrierInit(&shared.q_empty, ArrivalsOf(4 * kConsumers) + 1);  // the consumers, and the producer of V
+    MbarrierInit(&shared.q_empty, ArrivalsOf(4 * kConsumers) + !kVInK);  // the consumers, and the producer of V
     for (int w = 0; w < kConsumers; ++w) {
       for (int s = 0; s < kKSlots; ++s) MbarrierInit(&shared.k_full[w][s], 1);
       for (int s = 0; s < kVSlots; ++s) MbarrierInit(&shared.v_full[w][s], 1);
@@ -355,7 +433,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
     SetMaxRegistersDown<kProducerRegisters>();
     if (threadIdx.x == 0) {
       ProducerOfQK{p, shared, &query_map, &key_map}.Run();
-    } else if (threadIdx.x == 32) {
+    } else if (!kVInK && threadIdx.x == 32) {
       ProducerOfV{p, shared, kProblem.latent ? &key_map : &value_map}.Run();
     }
   } else {

@@ -123,11 +123,10 @@ struct Consumer {
   // Is box b of K also a box of V, which is released after the product with V?
   __device__ __forceinline__ static constexpr bool IsBoxOfV(int b) { return kVInK && b < 2 * kHalfBoxes; }
 
-  // S = Q K^T, box by box. Afterwards only the last box is in progress. Returns its slot.
-  __device__ __forceinline__ int IssueS() {
-    WgmmaWait<0>();
-    Pin(O);
-    ReleaseLastV();
+  // S = Q K^T, box by box. Afterwards only the last box is in progress, or if kVInK all boxes. Returns the slot of the
+  // last box. `done` is called as soon as the products before S are complete.
+  template <typename Done>
+  __device__ __forceinline__ int IssueS(Done done) {
     const auto a = SharedQ{shared.q}.KMajor();
     int slot = 0;
     own_k = k.index;
@@ -140,6 +139,7 @@ struct Consumer {
       for (int d = 0; d < 4 && 4 * b + d < kQKSteps; ++d)
         Wgmma<kKeys>::template SS<Major::kK, Major::kK>(S, a.KStep(d, b), rows.KStep(d), b > 0 || d > 0);
       WgmmaCommit();
+      if (b == 0) done();
       if (b > 0 && !IsBoxOfV(b - 1)) {
         WgmmaWait<1>();  // until the box before is done
         Release(&shared.k_empty[slot]);
@@ -235,12 +235,23 @@ struct Consumer {
   template <bool kMasked>
   __device__ __forceinline__ void AddTile(const QTile& tile, int j, bool first, bool last) {
     if (!first) SkipOtherK();
-    const int last_box = IssueS();  // 10
+    WgmmaWait<0>();
+    Pin(O);
+    ReleaseLastV();
+    // Line 15 for the other tile comes after S, so that softmax overlaps with it. But if kVInK, the next tile of K can
+    // arrive only now, and it comes before S.
     int other_v = 0;
-    if (first) {
+    if (kVInK && !first) other_v = IssueOtherO();
+    const int last_box = IssueS([&] {  // 10
+      if (!kVInK) return;
+      WgmmaWait<1>();
+      Pin(O);
+      ReleaseV(other_v, !first);
+    });
+    if (kVInK || first) {
       WgmmaWait<0>();
     } else {
-      other_v = IssueOtherO();  // 15, for the other tile
+      other_v = IssueOtherO();
       WgmmaWait<1>();
     }
     Pin(S);
@@ -255,9 +266,11 @@ struct Consumer {
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) softmax.Exponentials(S, h, shift[h]);
-    WgmmaWait<0>();
-    Pin(O);
-    ReleaseV(other_v, !first);
+    if (!kVInK) {
+      WgmmaWait<0>();
+      Pin(O);
+      ReleaseV(other_v, !first);
+    }
 #pragma unroll
     for (int i = 0; i < kKeys / 4; ++i) P[i] = Pack(S[2 * i], S[2 * i + 1]);
     HandOver();

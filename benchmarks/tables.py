@@ -503,6 +503,23 @@ def mla_cpu(results: Results) -> str:
     )
 
 
+@shows("mla_gpu")
+def mla_gpu(results: Results) -> str:
+    def cells(row: Row) -> list[str]:
+        name = f"{row['batch']} sequences, {row['keys']} keys, {row['heads']} heads, {row['queries']} queries"
+        return [
+            name.replace("1 sequences", "one sequence").replace("1 queries", "one query"),
+            f"{row['microseconds']['contiguous']:.0f}",
+            f"{row['tflops']['contiguous']:.0f}",
+            number(paired(row, "read", "contiguous"), 2),
+            number(paired(row, "contiguous", "pages"), 2),
+            number(paired(row, "plain", "contiguous"), 1),
+        ]
+
+    head = ["", "µs", "TFLOP/s", "rate of a read", "pages: speed-up over contiguous", "speed-up over plain JAX"]
+    return table(head, map(cells, results["rows"]))
+
+
 declare({
     "cpu wide": ["cpu_wide", Grid(
         "speed-up over jax.nn", CPU_PASSES, named("N = {length}".format_map, "length"),

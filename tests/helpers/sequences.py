@@ -59,9 +59,9 @@ def inverse(arrays, axes, layout, devices):
     return {name: x if axes[name] is None else order.inverse(np.asarray(x), axes[name]) for name, x in arrays.items()}
 
 
-def cotangents(o, logsumexp, np=jnp):
+def cotangents(o, logsumexp, numpy=jnp):
     """Return cotangents that are functions of the results. So each device computes those of its own rows."""
-    return np.cos(o), np.sin(np.where(np.isfinite(logsumexp), logsumexp, 0))
+    return numpy.cos(o), numpy.sin(numpy.where(numpy.isfinite(logsumexp), logsumexp, 0))
 
 
 def with_gradients(attention, inputs):

@@ -47,7 +47,7 @@ struct Probabilities : Products {
   __device__ __forceinline__ void FormScores(const Score& score, const View<true>& view) {
     float slopes[2];
 #pragma unroll
-    for (int i = 0; kWholeScores && (!kBiasTiles || kScoreMod) && i < kRows / 2; ++i) {
+    for (int i = 0; kScoresByEntry && i < kRows / 2; ++i) {
       if (Tuning::kBiasInParts && i % 8 == 0 && OpaqueFalse()) return;
       const int h = i / 2 % 2, x = i / 4 * 2 + i % 2;
       if (!kBiasTiles) S[i] = score.BeforeMod(S[i], view.Row(h, x), view.Key(h, x));

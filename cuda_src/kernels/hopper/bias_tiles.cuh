@@ -11,6 +11,8 @@
 namespace jax_flash::hopper {
 
 constexpr bool kBiasTiles = kTiling.bias_tiles;
+// Are scores formed entry by entry? A score_mod is applied so, and a bias that is not loaded in tiles.
+constexpr bool kScoresByEntry = kScoreMod || (kBias && !kBiasTiles);
 constexpr int kBiasBytes = kBiasDType == DType::kF32 ? 4 : 2;  // bytes of an entry
 constexpr int kBiasBoxKeys = kBoxBytes / kBiasBytes;
 constexpr int kBiasBoxes = kBiasTiles ? kTiling.cols / kBiasBoxKeys : 0;

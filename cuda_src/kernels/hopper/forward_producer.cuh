@@ -15,7 +15,7 @@ struct Producer {
   const Params& p;
   Shared& shared;
   const TensorMap *q_map, *k_map, *v_map, *bias_map;
-  Ring<kStages> at;               // the buffer of the next tile of V; K is at most one tile ahead of it
+  Ring<kStages> v;                // the buffer of the next tile of V; K is at most one tile ahead, in v.After()
   Ring<kStagingBuffers> staging;  // TF32: the buffer of the next box of V
   PackedRing<kQBuffers> q;
 
@@ -41,10 +41,10 @@ struct Producer {
         staging.Next();
       }
     } else {
-      MbarrierWait(&shared.v_empty[at.index], at.parity ^ 1);
-      LoadBoxesOfV(SharedV{shared.v[at.index]}, &shared.v_full[at.index], 0, j, head, batch);
+      MbarrierWait(&shared.v_empty[v.index], v.parity ^ 1);
+      LoadBoxesOfV(SharedV{shared.v[v.index]}, &shared.v_full[v.index], 0, j, head, batch);
     }
-    at.Next();
+    v.Next();
   }
 
   // Loads boxes of tile j of V, from box `first` on. Keys beyond kv_length are set to 0: their P is 0, but 0 times a
@@ -117,11 +117,11 @@ struct Producer {
     const bool empty = tile.visible.any_lo == tile.visible.any_hi;
     if (empty) schedule->Request();
     const int kv_head = tile.head / (p.q_heads / p.kv_heads);
-    if (!empty) LoadK(at, tile.visible.any_hi - 1, kv_head, tile.batch, tile);
+    if (!empty) LoadK(v, tile.visible.any_hi - 1, kv_head, tile.batch, tile);
     LoadQ(tile, empty);
     for (int j = tile.visible.any_hi - 1; j >= tile.visible.any_lo; --j) {
       if (j > tile.visible.any_lo) {
-        LoadK(at.After(), j - 1, kv_head, tile.batch, tile);
+        LoadK(v.After(), j - 1, kv_head, tile.batch, tile);
       } else {
         schedule->Request();
       }
@@ -136,12 +136,12 @@ struct Producer {
       const QTile& tile = list.Tile();
       const int kv_head = tile.head / (p.q_heads / Opaque(p.kv_heads)), batch = tile.batch;
       ListedTile keys = list.NextKeys();
-      if (keys.Exists()) LoadK(at, keys.J(), kv_head, batch, tile, keys);
+      if (keys.Exists()) LoadK(v, keys.J(), kv_head, batch, tile, keys);
       LoadQ(tile, !keys.Exists());
       while (keys.Exists()) {
         const int j = keys.J();
         keys = keys.Last() ? ListedTile{} : list.NextKeys();
-        if (keys.Exists()) LoadK(at.After(), keys.J(), kv_head, batch, tile, keys);
+        if (keys.Exists()) LoadK(v.After(), keys.J(), kv_head, batch, tile, keys);
         LoadV(j, kv_head, batch);
       }
     }

@@ -94,7 +94,7 @@ struct Probabilities : Products {
   template <bool kInBounds>
   __device__ __forceinline__ void FormEntries(const Score& score, const View<false>& view) {
 #pragma unroll
-    for (int i = 0; (kScoreMod || (kBias && !kBiasTiles)) && i < kWarpgroupKeys / 2; ++i) {
+    for (int i = 0; kScoresByEntry && i < kWarpgroupKeys / 2; ++i) {
       const int h = i / 2 % 2, x = i / 4 * 2 + i % 2;
       if (!kBiasTiles) S[i] = score.BeforeMod(S[i], view.Row(h, x), view.Key(h, x));
       S[i] = score.Mod<kInBounds>(S[i], view, h, x);

@@ -29,9 +29,9 @@ struct ListedTile {
   __device__ __forceinline__ bool Last() const { return word & 1; }
 };
 
-// The kv tiles that some of the rows [i0, i1) see, and the kv tiles that are fully visible to all these rows. The loop
-// goes from right to left. A tangent sets the reference r of a row (hopper/tangent.cuh) in the first masked tile in
-// which the row sees a key. So the tile with the last key of a row must count as masked.
+// The kv tiles that some of the rows [i0, i1) see, and the kv tiles that are fully visible to all these rows. Only in a
+// tangent (kScoresMove), the tile with the last key of a row counts as masked: the first masked tile from the right
+// sets the row's reference r (hopper/tangent.cuh).
 __device__ __forceinline__ Visible TilesOf(const Params& p, int batch, int i0, int i1) {
   const Visible keys = KeysOf(p, PositionsOf(p, batch), batch, i0, i1);
   const int begin = keys.any_lo / kKeys;
@@ -67,7 +67,7 @@ struct ListReader {
   QTile tile;
   const int32_t* kinds;
   ListedKeys<kKeys> keys;
-  bool has_references;  // in a tangent: does every row that sees a key have its reference?
+  bool has_references;  // with kScoresMove: does every row that sees a key have its reference?
 
   __device__ __forceinline__ const QTile& Tile() const { return tile; }
   // Moves to the next tile. Returns false at the end.

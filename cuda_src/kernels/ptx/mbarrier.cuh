@@ -24,8 +24,8 @@ __device__ __forceinline__ void MbarrierArrive(uint64_t* barrier, bool elected =
       : "memory");
 }
 
-// ArrivesForWarp: does this lane arrive for its warp? Lane 0 does, after a warp barrier; with kRacecheck every lane
-// does. ArrivalsOf returns the count for MbarrierInit if this number of warps arrives.
+// ArrivesForWarp: does this lane arrive for its warp? Lane 0 does, after a warp barrier; with kRacecheck (types.cuh)
+// every lane does. ArrivalsOf returns the count for MbarrierInit if this number of warps arrives.
 __device__ __forceinline__ bool ArrivesForWarp(int lane) { return kRacecheck || lane == 0; }
 __host__ __device__ constexpr uint32_t ArrivalsOf(int warps) { return kRacecheck ? 32 * warps : warps; }
 

@@ -17,7 +17,7 @@ constexpr bool kAddsToScores = kBias || kScoreMod;  // can scores have any value
 
 // Are scores formed in full, as s = score_mod(factor x + bias)? Otherwise the positive factor (CapOrScale) is applied
 // in the exponent, which is less accurate than full precision requires.
-constexpr bool kWholeScores = kBias || kFullPrecision || kScoreMod;
+constexpr bool kWholeScores = kAddsToScores || kFullPrecision;
 constexpr bool kFormsScores = kWholeScores || kSoftCap;  // does any feature change single entries of S?
 
 // The scale tau. It is an operand, because a new value must not compile a new program.

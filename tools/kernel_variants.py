@@ -206,7 +206,7 @@ def cover() -> Iterator[Case]:
     # Hopper's split-KV forward of latents.
     few = {"dims": ((576, 512), (320, 256)), "page": (0, 64), "q_heads": (4, 16), "latent": (True,), "kv_heads": (1,)}
     for chosen in pairs(**few, **{name: wide[name] for name in names if name != "ranges"}):
-        yield Case("sm_90a", "bfloat16", q_len=16, **PLAIN | {"gradients": "none"} | chosen)
+        yield Case("sm_90a", "bfloat16", **PLAIN | {"q_len": 16, "gradients": "none"} | chosen)
     # The single-kernel backward. If heads share keys, it sums dK and dV.
     common = {"q_len": (4096, 512), "sinks": (False, True), "gradients": ("all", "query")}
     for kv_heads in (4, 1):

@@ -84,8 +84,9 @@ BackwardMaps BackwardMapsOf(const Problem& p, const Params& x, const KernelTilin
   if (tiling.fused_rows) {
     maps.o_rows = MapOf(p, OfQueries(p, x.o, p.v_dim), element.map_type, kFusedBoxRows);
     maps.d_o_rows = MapOf(p, OfQueries(p, x.d_o, p.v_dim), element.loaded_type, kFusedBoxRows);
-    maps.dq_rows = MapOf(p, OfQueries(p, x.dq, p.qk_dim), element.map_type, kFusedBoxRows);
   }
+  if (tiling.fused_rows || IsWide(p.qk_dim) || IsWide(p.v_dim))
+    maps.dq_rows = MapOf(p, OfQueries(p, x.dq, p.qk_dim), element.map_type, kFusedBoxRows);
   return maps;
 }
 

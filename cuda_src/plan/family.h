@@ -62,6 +62,8 @@ Tilings Candidates(const Target& target, const Problem& p, Pass pass);
 // Candidates for a deterministic backward in which the main kernel adds to dQ in a fixed order. Empty if a separate
 // kernel must compute dQ.
 Tilings OrderedCandidates(const Target& target, const Problem& p);
+// The same for a separate kernel for dQ.
+Tilings QueryCandidates(const Target& target, const Problem& p);
 // The reason for no candidates, on a GPU of this family.
 std::string WhyNot(const Target& target, const Problem& p, Pass pass);
 
@@ -76,8 +78,10 @@ void AddSplitForward(const Target& target, const Problem& p, Plan* plan);
 void AddTangent(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan);
 // Adds dbias. `prepared`: has Hopper's backward run before?
 void AddBias(const Target& target, const Problem& p, const KernelTiling& tiling, bool prepared, Plan* plan);
-// Adds all launches of the backward except the launches of ampere:: below.
+// Adds all launches of the backward except the launches of ampere:: below, and of AddQuery.
 void AddBackward(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan);
+// Adds the kernel for dQ only. Other kernels have computed L and D.
+void AddQuery(const Problem& p, const KernelTiling& tiling, Plan* plan);
 
 }  // namespace hopper
 

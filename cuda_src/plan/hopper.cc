@@ -82,6 +82,10 @@ constexpr FeatureBits kSupportedWide = kPositions | kSegments | kSoftCap | kSmal
 constexpr Row kWideForward[] = {
     {227, kMaxDim, {128, 64, 2, 1}},
 };
+// Here two CTAs have neighbouring rows, or keys. All gradients have the same tiles.
+constexpr Row kWideBackward[] = {
+    {227, 512, {64, 64, 2, 1}},
+};
 
 // Split-KV of a latent: with few rows, a CTA shares keys with no other. (decoding.md)
 constexpr Row kLatentForward[] = {
@@ -135,13 +139,14 @@ constexpr Row kBackwardBias[] = {
 
 constexpr Table kForwardTable = {{kForward, kSupported}, {kForwardF32, kSupported}};
 constexpr Table kWideForwardTable = {{kWideForward, kSupportedWide}, {kForwardF32, kSupported}};
+constexpr Table kWideBackwardTable = {{kWideBackward, kSupportedWide}, {kBackwardF32, kSupportedBackward}};
 constexpr Table kBackwardTable = {{kBackward, kSupportedBackward}, {kBackwardF32, kSupportedBackward}};
 constexpr Rows kLatentRows = {kLatentForward, kSupportedWide};
 constexpr Rows kTangentRows = {kTangent, kSupportedTangent}, kBackwardBiasRows = {kBackwardBias, kSupportedBias};
 
 const Rows& RowsOf(const Problem& p, Pass pass) {
   if (pass == Pass::kTangent) return kTangentRows;
-  if (pass == Pass::kBackward) return kBackwardTable.Of(p.dtype);
+  if (pass == Pass::kBackward) return (HasWideHeads(p) ? kWideBackwardTable : kBackwardTable).Of(p.dtype);
   return (HasWideHeads(p) ? kWideForwardTable : kForwardTable).Of(p.dtype);
 }
 
@@ -271,12 +276,29 @@ int64_t PartsOfLatent(const Target& target, const Problem& p, const KernelTiling
   return best;
 }
 
+// The kernel of one gradient of wide heads. A cluster of two CTAs has kBackwardKeys keys of a head, or rows.
+void AddWideGradient(const std::string& entry, int unit, const KernelTiling& tiling, int64_t heads, int64_t length,
+                     Plan* plan) {
+  const int cluster = kBackwardKeys / tiling.cols;
+  Launch launch = MainLaunch(entry, unit, tiling, heads * DivideUp(length, kBackwardKeys) * cluster, Maps::kBackward);
+  launch.cluster = cluster;
+  plan->launches.push_back(launch);
+}
+
+void AddWideBackward(const Problem& p, const KernelTiling& tiling, Plan* plan) {
+  ampere::AddRows(p, plan);
+  const int unit = AddUnit("hopper/wide_backward.cuh", DependsOn::kMain, p, tiling, plan);
+  const int64_t heads = p.batch * p.kv_heads;
+  if (p.dk) AddWideGradient("jax_flash_backward_key", unit, tiling, heads, p.padded_kv_len(), plan);
+  if (p.dv) AddWideGradient("jax_flash_backward_value", unit, tiling, heads, p.padded_kv_len(), plan);
+}
+
 }  // namespace
 
 Tilings hopper::Candidates(const Target& target, const Problem& p, Pass pass) {
   if (pass == Pass::kTangent && p.dtype == DType::kF32) return {};
   const Tilings tilings = TilingsOf(RowsOf(p, pass), target, p);
-  if (pass != Pass::kBackward) return tilings;
+  if (pass != Pass::kBackward || HasWideHeads(p)) return tilings;
   const bool fused_rows = FusesRows(target, p), interleaved_heads = !fused_rows && InterleavesHeads(p);
   Tilings candidates;
   for (KernelTiling tiling : tilings) {
@@ -303,6 +325,11 @@ Tilings hopper::OrderedCandidates(const Target& target, const Problem& p) {
   Tilings tilings = TilingsOf(kBackwardTable.of_16_bits, target, p);
   for (KernelTiling& tiling : tilings) tiling.ordered = true;
   return tilings;
+}
+
+// Only wide heads have such a kernel.
+Tilings hopper::QueryCandidates(const Target& target, const Problem& p) {
+  return HasWideHeads(p) ? Candidates(target, p, Pass::kBackward) : Tilings();
 }
 
 std::string hopper::WhyNot(const Target& target, const Problem& p, Pass pass) {
@@ -354,7 +381,13 @@ void hopper::AddTangent(const Target& target, const Problem& p, const KernelTili
   AddRowLaunch(target, p, MainLaunch("jax_flash_tangent", unit, tiling, Tiles(p, tiling), Maps::kTangent), plan);
 }
 
+void hopper::AddQuery(const Problem& p, const KernelTiling& tiling, Plan* plan) {
+  const int unit = AddUnit("hopper/wide_backward_query.cuh", DependsOn::kBackward, p, tiling, plan);
+  AddWideGradient("jax_flash_backward_query", unit, tiling, p.batch * p.q_heads, p.padded_q_len(), plan);
+}
+
 void hopper::AddBackward(const Target& target, const Problem& p, const KernelTiling& tiling, Plan* plan) {
+  if (HasWideHeads(p)) return AddWideBackward(p, tiling, plan);
   PrepareMasksByKey(p, plan);
   const int unit = AddUnit("hopper/backward.cuh", DependsOn::kMain, p, tiling, plan);
   const int64_t row_blocks = RowBlocks(p, tiling.rows);

@@ -37,11 +37,14 @@ struct FamilyKernels {
   decltype(&hopper::AddForward) add_forward;
   decltype(&hopper::AddTangent) add_tangent;
   decltype(&hopper::AddBackward) add_backward;
+  decltype(&hopper::AddQuery) add_query;
   decltype(&hopper::AddBias) add_bias;
 };
 constexpr FamilyKernels kFamilies[] = {
-    {Family::kHopper, "Hopper", hopper::AddForward, hopper::AddTangent, hopper::AddBackward, hopper::AddBias},
-    {Family::kAmpere, "Ampere", ampere::AddForward, ampere::AddTangent, ampere::AddBackward, ampere::AddBias},
+    {Family::kHopper, "Hopper", hopper::AddForward, hopper::AddTangent, hopper::AddBackward, hopper::AddQuery,
+     hopper::AddBias},
+    {Family::kAmpere, "Ampere", ampere::AddForward, ampere::AddTangent, ampere::AddBackward, ampere::AddQuery,
+     ampere::AddBias},
 };
 const FamilyKernels& KernelsOf(const KernelTiling& tiling) {
   return *std::find_if(std::begin(kFamilies), std::end(kFamilies),
@@ -115,6 +118,15 @@ Tilings BackwardCandidates(const Target& target, const Problem& p, Plan* plan) {
   return candidates;
 }
 
+Tilings QueryCandidates(const Target& target, const Problem& p, Plan* plan) {
+  Tilings candidates = hopper::QueryCandidates(target, p);
+  const std::string kernel = candidates.empty() ? "kernel for Ampere and later" : "kernel";
+  plan->reasons.push_back((HasWideHeads(p) ? "head dims above 256" : "deterministic") + (": a separate " + kernel) +
+                          " sums dQ in a fixed order");
+  Append(ampere::QueryCandidates(target, p), &candidates);
+  return candidates;
+}
+
 Tilings BiasCandidates(const Target& target, const Problem& p, Plan* plan) {
   Tilings candidates = hopper::BiasCandidates(target, p);
   if (target.hopper && candidates.empty())
@@ -144,10 +156,9 @@ void AddBackward(const Target& target, const Problem& given, const Choices& choi
     prepared = Family::kAmpere;
   }
   if (separate_dq) {
-    plan->reasons.push_back((HasWideHeads(p) ? "head dims above 256" : "deterministic") +
-                            std::string(": a separate kernel for Ampere and later sums dQ in a fixed order"));
-    const Tilings candidates = ampere::QueryCandidates(target, p);
-    ampere::AddQuery(p, Chosen(Part::kQuery, candidates, choices, plan), plan);
+    const Tilings candidates = QueryCandidates(target, p, plan);
+    const KernelTiling& tiling = Chosen(Part::kQuery, candidates, choices, plan);
+    KernelsOf(tiling).add_query(p, tiling, plan);
     SetUnit(Part::kQuery, plan);
   }
   if (p.dbias) {

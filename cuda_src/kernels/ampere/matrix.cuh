@@ -31,11 +31,6 @@ struct NonEmptyRows {
   __device__ __forceinline__ bool operator()(int row) const { return !IsEmpty(p, first + row); }
 };
 
-// The number of rows of a head in the backward's scratch arrays.
-__device__ __forceinline__ int PaddedRows(const Params& p) {
-  return (p.q_len + kRowPadding - 1) / kRowPadding * kRowPadding;
-}
-
 // Stores two consecutive elements of kBytes.
 template <int kBytes>
 __device__ __forceinline__ void StorePair(uint8_t* to, float a, float b) {

@@ -36,24 +36,6 @@ constexpr int kConsumerRegisters = (504 - kProducerRegisters) / kConsumers;
 // Named barriers. Each name is the first of two: one for each consumer warpgroup. __syncthreads uses 0.
 enum NamedBarrier { kWarpgroupBarrier = 1, kHandover = kWarpgroupBarrier + kConsumers };
 
-// A ring of buffers that the warpgroups use in turn. Each warpgroup has barriers of its own that tell when its buffers
-// are full. At common barriers it would miss phases, and their parity would be ambiguous.
-template <int kCount>
-struct RingInTurns {
-  int index = 0;
-  uint32_t parities = 0;  // one bit for each buffer
-
-  __device__ __forceinline__ void Wait(uint64_t (&full)[kCount]) {
-    MbarrierWait(&full[index], parities >> index & 1);
-    parities ^= 1u << index;
-  }
-  template <int kSteps = 1>
-  __device__ __forceinline__ void Next() {
-    index += kSteps % kCount;
-    if (index >= kCount) index -= kCount;
-  }
-};
-
 // A consumer warpgroup. A lane has two of its rows: Row and Row + 8.
 struct Consumer {
   const Params& p;

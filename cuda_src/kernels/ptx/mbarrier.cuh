@@ -76,4 +76,22 @@ struct PackedRing {
   __device__ __forceinline__ PackedRing After() const { return {(position + 1) % (2 * kCount)}; }
 };
 
+// A ring of buffers that the warpgroups use in turn. Each warpgroup has barriers of its own that tell when its buffers
+// are full. At common barriers it would miss phases, and their parity would be ambiguous.
+template <int kCount>
+struct RingInTurns {
+  int index = 0;
+  uint32_t parities = 0;  // one bit for each buffer
+
+  __device__ __forceinline__ void Wait(uint64_t (&full)[kCount]) {
+    MbarrierWait(&full[index], parities >> index & 1);
+    parities ^= 1u << index;
+  }
+  template <int kSteps = 1>
+  __device__ __forceinline__ void Next() {
+    index += kSteps % kCount;
+    if (index >= kCount) index -= kCount;
+  }
+};
+
 }  // namespace jax_flash

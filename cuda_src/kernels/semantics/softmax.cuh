@@ -66,6 +66,11 @@ __device__ __forceinline__ float MinusLOfRow(const Params& p, int batch, int hea
   return kSinks && kSeparateMaximum && l != 0.0f ? fmaf(of_scores - m, kLog2e, minus_l) : minus_l;
 }
 
+// The number of rows of a head in the scratch arrays of Ampere's backward.
+__device__ __forceinline__ int PaddedRows(const Params& p) {
+  return (p.q_len + kRowPadding - 1) / kRowPadding * kRowPadding;
+}
+
 // Is the row `at` of [batch, head, row] empty? Either masks hide all keys from it, or all its scores are -inf.
 __device__ __forceinline__ bool IsEmpty(const Params& p, int64_t at) { return kEmptyRows && p.l[at] == 0.0f; }
 

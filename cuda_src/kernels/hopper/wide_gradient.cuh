@@ -26,8 +26,10 @@ namespace jax_flash::hopper::wide_gradient {
 constexpr int kQKSteps = (kQKDim + kStep - 1) / kStep, kVSteps = (kVDim + kStep - 1) / kStep;
 
 // Registers per thread.
-constexpr int kProducerRegisters = 40;
-constexpr int kConsumerRegisters = (504 - kProducerRegisters) / kConsumers;
+template <Gradient kOf>
+constexpr int kProducerRegisters = Arrays<kOf>::kDS ? 40 : 56;
+template <Gradient kOf>
+constexpr int kConsumerRegisters = (504 - kProducerRegisters<kOf>) / kConsumers;
 
 // Named barriers. The last two names are the first of two: one for each warpgroup. __syncthreads uses 0.
 enum NamedBarrier { kConsumersBarrier = 1, kWarpgroupBarrier = 2, kHandover = kWarpgroupBarrier + kConsumers };
@@ -160,13 +162,12 @@ struct Consumer {
   }
 
   // Computes A from S and dP.
-  template <bool kMasked>
   __device__ __forceinline__ void ComputeOperand(const Item& item, const Place& place) {
     constexpr bool kMayBeNaN = kSoftCap || kEmptyRows || kProblem.kv_lengths;  // where P is 0
     const int line = Line(item), other = place.tile * kLines + lane % 4 * 2;
     const int q_head = Of::kTransposed ? place.head : item.head;
     SoftCapTanh(p, S);
-    if (kMasked)
+    if (IsMasked(item, place.tile))
       Mask(item, q_head, Of::kTransposed ? View<Of::kTransposed>{other, line} : View<Of::kTransposed>{line, other});
     const float* const minus_l = Statistic(p.logsumexp, item, q_head, Of::kTransposed ? other : line);
     const float* const d = Statistic(p.d, item, q_head, Of::kTransposed ? other : line);
@@ -200,15 +201,14 @@ struct Consumer {
   }
 
   // Adds tile t, after the other warpgroup's tile before it.
-  template <bool kMasked>
-  __device__ __forceinline__ void AddTile(const Item& item, int t, bool last) {
+  __device__ __forceinline__ void AddTile(const Item& item, const Place& place, int t, bool last) {
     IssueScores();
     if (t > 0) IssueGradient<false>();
     FinishProducts();
     Pin(S);
     if constexpr (Of::kDS) Pin(dP);
     PinGradient();
-    ComputeOperand<kMasked>(item, PlaceOf<Of::kTransposed>(p, item, t));
+    ComputeOperand(item, place);
     HandOver();
     if (!last) SkipScores();
     IssueGradient<true>();
@@ -231,12 +231,11 @@ struct Consumer {
     }
     const int tiles = Uniform(TilesOf<Of::kTransposed>(p, item));
     if (warpgroup == 1 && tiles > 0) SkipScores();
+    Place place = FirstPlace<Of::kTransposed>(p, item);
+    if (warpgroup == 1) place.Next(item);
     for (int t = warpgroup; t < tiles; t += 2) {
-      if (IsMasked(item, PlaceOf<Of::kTransposed>(p, item, t).tile)) {
-        AddTile<true>(item, t, t + 1 == tiles);
-      } else {
-        AddTile<false>(item, t, t + 1 == tiles);
-      }
+      AddTile(item, place, t, t + 1 == tiles);
+      place.Next(item), place.Next(item);
     }
     if (tiles > 0 && (tiles - 1) % 2 != warpgroup) {  // the last tile is the other warpgroup's
       IssueGradient<false>();
@@ -292,10 +291,10 @@ __device__ __forceinline__ void Run(const Params& p, uint8_t* memory, const Tens
   }
   ClusterSync();
   if (threadIdx.x < kWarpgroup) {
-    SetMaxRegistersDown<kProducerRegisters>();
+    SetMaxRegistersDown<kProducerRegisters<kOf>>();
     if (threadIdx.x < 32) Producer<kOf>{p, shared, x, y, with_x, with_y, factor}.Run();
   } else {
-    SetMaxRegistersUp<kConsumerRegisters>();
+    SetMaxRegistersUp<kConsumerRegisters<kOf>>();
     Consumer<kOf> consumer(p, shared);
     while (consumer.ComputeItem(gradient)) continue;
   }

@@ -48,6 +48,10 @@ struct Item {
 // A streamed tile.
 struct Place {
   int head, tile;
+
+  __device__ __forceinline__ void Next(const Item& item) {
+    if (++tile == item.tiles.any_hi) tile = item.tiles.any_lo, ++head;
+  }
 };
 
 template <Gradient kOf>
@@ -65,16 +69,14 @@ static_assert(sizeof(Shared<Gradient::kQuery>) <= 227 * 1024 && sizeof(Shared<Gr
 
 __device__ __forceinline__ int GroupOf(const Params& p) { return p.q_heads / p.kv_heads; }
 
-// The number of streamed tiles of an item, and the t-th of them.
+// The number of streamed tiles of an item, and the first of them.
 template <bool kTransposed>
 __device__ __forceinline__ int TilesOf(const Params& p, const Item& item) {
   return (item.tiles.any_hi - item.tiles.any_lo) * (kTransposed ? GroupOf(p) : 1);
 }
 template <bool kTransposed>
-__device__ __forceinline__ Place PlaceOf(const Params& p, const Item& item, int t) {
-  const int begin = item.tiles.any_lo, count = item.tiles.any_hi - begin;
-  if constexpr (!kTransposed) return {item.head / GroupOf(p), begin + t};
-  return {item.head * GroupOf(p) + t / count, begin + t % count};
+__device__ __forceinline__ Place FirstPlace(const Params& p, const Item& item) {
+  return {kTransposed ? item.head * GroupOf(p) : item.head / GroupOf(p), item.tiles.any_lo};
 }
 __device__ __forceinline__ bool IsMasked(const Item& item, int tile) {
   return tile < item.tiles.every_lo || tile >= item.tiles.every_hi;
@@ -106,30 +108,32 @@ struct Producer {
   const TensorMap *x, *y;                     // resident: X and Y
   const TensorMap *with_x, *with_y, *factor;  // streamed: the other operand of S, of dP, and of the gradient
   const int lane = threadIdx.x;
+  const Item& item = shared.item;  // the current one
   uint32_t resident_parity = 0, uncleared_parity = 0;
   Ring<Of::kSlots> at;
 
   __device__ __forceinline__ void Run() {
     StaticSchedule<kCluster> schedule;
     while (true) {
-      const Item item = NextItem<Of::kTransposed>(p, &schedule);
-      LoadResident(item);
+      SyncWarp();  // all lanes have read the item before
+      if (lane == 0) LoadResident(NextItem<Of::kTransposed>(p, &schedule));
+      SyncWarp();
       if (item.line < 0) return;
       const int tiles = TilesOf<Of::kTransposed>(p, item);
+      Place place = FirstPlace<Of::kTransposed>(p, item), before = place;
 #pragma unroll 1
-      for (int t = 0; t <= tiles; ++t) {
-        if (t < tiles) LoadFactorsOfScores(item, PlaceOf<Of::kTransposed>(p, item, t), t % 2);
-        if (t > 0) LoadFactor(item, PlaceOf<Of::kTransposed>(p, item, t - 1), (t - 1) % 2);
+      for (int t = 0; t <= tiles; ++t, before = place, place.Next(item)) {
+        if (t < tiles) LoadFactorsOfScores(place, t % 2);
+        if (t > 0) LoadFactor(before, (t - 1) % 2);
       }
     }
   }
 
  private:
-  __device__ __forceinline__ void LoadResident(const Item& item) {
-    if (lane > 0) return;
+  __device__ __forceinline__ void LoadResident(const Item& next) {
     MbarrierWait(&shared.resident_empty, resident_parity ^ 1);
     resident_parity ^= 1;
-    shared.item = item;
+    shared.item = next;
     const bool empty = item.tiles.any_lo == item.tiles.any_hi;
     MbarrierArriveExpectTx(&shared.resident_full, empty ? 0 : (Of::kSBoxes + Of::kDPBoxes) * Box::kBytes);
     if (empty) return;
@@ -143,31 +147,30 @@ struct Producer {
   }
 
   // Loads the operands of S and dP, for one warpgroup.
-  __device__ __forceinline__ void LoadFactorsOfScores(const Item& item, const Place& place, int warpgroup) {
+  __device__ __forceinline__ void LoadFactorsOfScores(const Place& place, int warpgroup) {
 #pragma unroll 1
     for (int b = 0; b < Of::kSBoxes + Of::kDPBoxes; ++b, at.Next()) {
       const bool first = b < Of::kSBoxes;
-      LoadBox(first ? with_x : with_y, first ? b : b - Of::kSBoxes, item, place, warpgroup);
+      LoadBox(first ? with_x : with_y, first ? b : b - Of::kSBoxes, place, warpgroup);
     }
   }
 
   // Loads the right operand of the gradient's product. Each warpgroup has half of the columns.
-  __device__ __forceinline__ void LoadFactor(const Item& item, const Place& place, int owner) {
-    const uint64_t hidden = HiddenRows(item, place);
+  __device__ __forceinline__ void LoadFactor(const Place& place, int owner) {
+    const uint64_t hidden = HiddenRows(place);
 #pragma unroll 1
     for (int b = 0; b < 2 * Of::kHalfBoxes; ++b, at.Next()) {
       const int warpgroup = owner ^ b % 2, box = warpgroup * Of::kHalfBoxes + b / 2;
       if (hidden == 0) {
-        LoadBox(factor, box, item, place, warpgroup);
+        LoadBox(factor, box, place, warpgroup);
       } else {
-        LoadAndClear(hidden, box, item, place, warpgroup);
+        LoadAndClear(hidden, box, place, warpgroup);
       }
     }
   }
 
   // Loads a box to both CTAs. Each CTA loads every other box.
-  __device__ __forceinline__ void LoadBox(const TensorMap* map, int box, const Item& item, const Place& place,
-                                          int warpgroup) {
+  __device__ __forceinline__ void LoadBox(const TensorMap* map, int box, const Place& place, int warpgroup) {
     if (lane > 0) return;
     MbarrierWait(&shared.empty[at.index], at.parity ^ 1);
     uint64_t* const full = &shared.full[warpgroup][at.index];
@@ -183,7 +186,7 @@ struct Producer {
   // The rows of a streamed tile that must be replaced by zeros, one bit each. Their P is 0, but 0 times a NaN is NaN.
   // They are keys beyond the length. Or they are empty rows of Q and dO. Without masks, a row is empty only if its
   // scores are -inf.
-  __device__ __forceinline__ uint64_t HiddenRows(const Item& item, const Place& place) const {
+  __device__ __forceinline__ uint64_t HiddenRows(const Place& place) const {
     const int row = place.tile * kLines;
     if constexpr (!Of::kTransposed) {
       if (!kProblem.kv_lengths) return 0;
@@ -200,8 +203,7 @@ struct Producer {
   }
 
   // Each CTA loads its own box, and clears these rows of it.
-  __device__ __forceinline__ void LoadAndClear(uint64_t rows, int box, const Item& item, const Place& place,
-                                               int warpgroup) {
+  __device__ __forceinline__ void LoadAndClear(uint64_t rows, int box, const Place& place, int warpgroup) {
     uint8_t* const to = shared.slots[at.index];
     if (lane == 0) {
       MbarrierWait(&shared.empty[at.index], at.parity ^ 1);

@@ -198,11 +198,11 @@ def cover() -> Iterator[Case]:
             yield Case(**chosen)
     for chosen in pairs(dims=DIMS, **PLAIN_SCORES | {"bias": ("none",), "mask": (False,), "gradients": ("all",)}):
         yield Case("sm_90a", "bfloat16", **chosen)
-    # Hopper's forward for wide heads.
+    # Hopper's kernels for wide heads.
     names = ("causal", "window", "lengths", "segments", "ranges", "query_offset", "soft_cap", "sinks")
     wide = {name: FEATURES[name] for name in names} | {"dims": ((512, 512), (576, 328))}
-    for chosen in pairs(dtype=DTYPES[:2], **wide):
-        yield Case("sm_90a", **PLAIN | {"gradients": "none"} | chosen)
+    for chosen in pairs(dtype=DTYPES[:2], **wide, gradients=("none", "all")):
+        yield Case("sm_90a", **PLAIN | chosen)
     # Hopper's split-KV forward of latents.
     few = {"dims": ((576, 512), (320, 256)), "page": (0, 64), "q_heads": (4, 16), "latent": (True,), "kv_heads": (1,)}
     for chosen in pairs(**few, **{name: wide[name] for name in names if name != "ranges"}):
@@ -392,7 +392,7 @@ def reports_of(variant: Variant) -> list[Report]:
     start = time.thread_time()  # the wall time depends on the other threads and processes
     _, log, _, dynamic = variant.compile()
     seconds = time.thread_time() - start
-    # Only the main kernel of a file has wgmmas.
+    # Only the main kernels of a file have wgmmas.
     serialized = "wgmma.mma_async instructions are serialized" in log
     reports = []
     for part in log.split("Compiling entry function '")[1:]:
@@ -404,6 +404,8 @@ def reports_of(variant: Variant) -> list[Report]:
             "jax_flash_forward",
             "jax_flash_backward",
             "jax_flash_backward_query",
+            "jax_flash_backward_key",
+            "jax_flash_backward_value",
             "jax_flash_backward_bias",
             "jax_flash_tangent",
         )

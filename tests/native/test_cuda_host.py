@@ -87,6 +87,19 @@ def test_wide_heads(arch, deterministic):
     assert scratch(arch, True, **wide, **GRADIENTS) == 2 * 4 * (2 * 8 * 512)  # L and D of every row
 
 
+def test_wide_heads_on_hopper():
+    """Up to head dim 512, each gradient has a kernel. They use the L and D of the kernel for Ampere."""
+    wide = {"qk_dim": 512, "v_dim": 264}
+    prepare = ("ampere/backward_prepare.cuh", "jax_flash_backward_prepare")
+    main = "hopper/wide_backward.cuh"
+    key, value = (main, "jax_flash_backward_key"), (main, "jax_flash_backward_value")
+    query = ("hopper/wide_backward_query.cuh", "jax_flash_backward_query")
+    assert kernels("sm_90a", True, **wide, **GRADIENTS) == [prepare, key, value, query]
+    assert kernels("sm_90a", True, **wide, requested=("dv",)) == [prepare, value]
+    assert kernels("sm_90a", True, **wide, requested=("dq", "dk")) == [prepare, key, query]
+    assert scratch("sm_90a", True, **wide, **GRADIENTS) == 2 * 4 * (2 * 8 * 512)  # L and D of every row
+
+
 @pytest.mark.parametrize(("dims", "reads"), [((576, 512), 1), ((256, 64), 0)])
 def test_latent(dims, reads):
     """Kernels for head dims above 256 read the value from the latent. Others have the value as an operand."""

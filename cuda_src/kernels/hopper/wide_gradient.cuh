@@ -6,9 +6,9 @@
 // These are 8 products instead of 5, but registers have room for only one gradient of 64 lines. Below, X and Y are the
 // resident operands of S and dP, A is dS or P, and dX is the gradient.
 //
-// Roles. Each of two consumer warpgroups has half of the columns of dX. They compute A of alternate tiles, and both need
-// every A. The owner of a tile multiplies A from registers, and hands it over to the other warpgroup. So one warpgroup
-// computes exponentials while the other multiplies.
+// Roles. Each of two consumer warpgroups has half of the columns of dX. They compute A of alternate tiles, and both
+// need every A. The owner of a tile multiplies A from registers, and hands it over to the other warpgroup. So one
+// warpgroup computes exponentials while the other multiplies.
 //
 // Shared memory. X and Y stay. All other operands pass through one ring of boxes, in the order in which they are
 // multiplied: S and dP of tile t, then dX of tile t - 1. A box that is used twice is loaded twice.

@@ -34,8 +34,7 @@ struct Arrays {
   static constexpr int kSBoxes = Boxes(kQKDim), kDPBoxes = kDS ? Boxes(kVDim) : 0;
   static constexpr int kHalfBoxes = (Boxes(kDim) + 1) / 2;  // of the gradient, for a warpgroup
   // The resident tiles. In the end the gradient takes their place.
-  static constexpr int kResidentBoxes =
-      kSBoxes + kDPBoxes > 2 * kHalfBoxes ? kSBoxes + kDPBoxes : 2 * kHalfBoxes;
+  static constexpr int kResidentBoxes = kSBoxes + kDPBoxes > 2 * kHalfBoxes ? kSBoxes + kDPBoxes : 2 * kHalfBoxes;
   static constexpr int kSlots = 224 * 1024 / Box::kBytes - kResidentBoxes - 1;
 };
 
@@ -60,7 +59,7 @@ struct Shared {
   alignas(1024) uint8_t resident[Of::kResidentBoxes * Box::kBytes];
   alignas(1024) uint8_t slots[Of::kSlots][Box::kBytes];
   alignas(1024) uint8_t operand[Box::kBytes];  // P or dS
-  Item item;                     // comes with the resident tiles
+  Item item;                                   // comes with the resident tiles
   uint64_t resident_full, resident_empty;
   uint64_t full[kConsumers][Of::kSlots], empty[Of::kSlots];
   uint64_t uncleared;  // for boxes with rows that the producer clears
@@ -93,13 +92,16 @@ __device__ __forceinline__ Item NextItem(const Params& p, StaticSchedule<kCluste
   const Positions positions = PositionsOf(p, batch);
   const Visible x = kTransposed ? RowsOf(p, positions, batch, line, end) : KeysOf(p, positions, batch, line, end);
   const int first = x.any_lo / kLines;
-  return {line, head % heads, batch,
+  return {line,
+          head % heads,
+          batch,
           {first, x.any_lo < x.any_hi ? (x.any_hi + kLines - 1) / kLines : first, (x.every_lo + kLines - 1) / kLines,
            x.every_hi / kLines}};
 }
 
-// The warp that loads all tiles. Its first lane waits and loads, all lanes clear rows. The streamed boxes come in the order in which the consumers multiply: first the
-// operands of S and dP of tile t, then the right operand of the gradient's product for tile t - 1.
+// The warp that loads all tiles. Its first lane waits and loads, all lanes clear rows. The streamed boxes come in the
+// order in which the consumers multiply: first the operands of S and dP of tile t, then the right operand of the
+// gradient's product for tile t - 1.
 template <Gradient kOf>
 struct Producer {
   using Of = Arrays<kOf>;

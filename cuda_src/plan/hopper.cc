@@ -82,7 +82,7 @@ constexpr FeatureBits kSupportedWide = kPositions | kSegments | kSoftCap | kSmal
 constexpr Row kWideForward[] = {
     {227, kMaxDim, {128, 64, 2, 1}},
 };
-// Here two CTAs have neighbouring rows, or keys. All gradients have the same tiles.
+// In the backward they have neighbouring rows, or keys. All gradients have the same tiles.
 constexpr Row kWideBackward[] = {
     {227, 512, {64, 64, 2, 1}},
 };

@@ -53,10 +53,12 @@ def test_kernels_of_wide_heads_compile(nvrtc):
     """A quick test for the NVRTC of any environment. They do not spill, and they fit in shared memory."""
     capped = kernel_variants.PLAIN | {"causal": False, "soft_cap": 30.0}
     few_queries = kernel_variants.PLAIN | {"q_len": 1, "gradients": "none"}
-    cases = [kernel_variants.Case("sm_90a", "bfloat16", (512, 512), **x) for x in (capped, few_queries)]
+    chosen = (("sm_90a", capped), ("sm_90a", few_queries), ("sm_80", capped))
+    cases = [kernel_variants.Case(arch, "bfloat16", (512, 512), **x) for arch, x in chosen]
     found = {variant.file: variant for name, variant in kernel_variants.planned(cases) if "tangent" not in name}
-    hopper = {f"hopper/wide_{x}.cuh" for x in ("forward", "backward", "backward_query")}
-    assert found.keys() == hopper | {"ampere/wide_forward_split.cuh", "ampere/backward_prepare.cuh"}
+    common = {"ampere/wide_forward_split.cuh", "ampere/backward_prepare.cuh"}
+    parts = itertools.product(("ampere", "hopper"), ("forward", "backward", "backward_query"))
+    assert found.keys() == common | {f"{family}/wide_{part}.cuh" for family, part in parts}
     for variant in found.values():
         for report in kernel_variants.compile_variant(variant):
             assert not kernel_variants.faults(report), report

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -141,6 +142,16 @@ def _operands(
     return operands
 
 
+def _xla_is_deterministic() -> bool:
+    """Return whether XLA_FLAGS requires GPU programs to give the same bits in every run."""
+    values = {}  # the last value of a flag counts
+    for flag in os.environ.get("XLA_FLAGS", "").split():
+        name, _, value = flag.partition("=")
+        values[name] = (value or "true").lower() in ("true", "1")
+    names = "--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops"
+    return any(values.get(name) for name in names)
+
+
 def _problem(operands: Operands, call: Call, q_len: int, kv_len: int) -> Problem:
     """Return the problem of a call without dropout, block masks and programs, for a sequence of these lengths."""
     mask = Mask(
@@ -166,7 +177,7 @@ def _problem(operands: Operands, call: Call, q_len: int, kv_len: int) -> Problem
             bias_dtype="none" if operands.bias is None else operands.bias.dtype.name,
         ),
         full_precision=full_precision(call.precision),
-        deterministic=call.deterministic,
+        deterministic=call.deterministic or _xla_is_deterministic(),
     ).with_arrays(operands.arrays())
 
 

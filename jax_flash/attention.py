@@ -192,7 +192,8 @@ def dot_product_attention(
       deterministic: whether gradients have the same bits in every run on one GPU model with one version of NVRTC, and
         with any number of threads on a CPU. By default, a GPU sums the gradients of the query and of captured arrays in
         varying order, and on a CPU the last bits of gradients can depend on the number of threads. Outputs are always
-        deterministic.
+        deterministic. XLA's flags `--xla_gpu_deterministic_ops` and `--xla_gpu_exclude_nondeterministic_ops` in the
+        environment variable XLA_FLAGS turn it on, too.
 
     Returns:
       Array [B, T, N, E] or [T, N, E] in the dtype of the query. With `return_residual`, a pair of this array and the

@@ -171,3 +171,21 @@ def test_results_do_not_depend_on_settings(implementation, settings):
         for x, y in zip(gradients(*arguments), expected, strict=True):
             assert x.dtype == y.dtype
             np.testing.assert_allclose(*(np.asarray(z, np.float32) for z in (x, y)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "deterministic"),
+    [
+        ("", False),
+        ("--xla_gpu_deterministic_ops=true", True),
+        ("--xla_gpu_deterministic_ops=false", False),
+        ("--xla_cpu_enable_fast_math=true --xla_gpu_exclude_nondeterministic_ops", True),
+        ("--xla_gpu_deterministic_ops=1 --xla_gpu_deterministic_ops=0", False),
+        ("--xla_gpu_deterministic_ops=true --xla_gpu_exclude_nondeterministic_ops=false", True),
+    ],
+)
+def test_flags_of_xla_make_gradients_deterministic(flags, deterministic, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    q = jax.ShapeDtypeStruct((B, T, N, D), "float32")
+    assert jax_flash.Problem.of(q, q, q).deterministic is deterministic
+    assert jax_flash.Problem.of(q, q, q, deterministic=True).deterministic

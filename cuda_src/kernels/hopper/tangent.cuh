@@ -8,8 +8,8 @@
 //   A += Z E V̇_j + Z E (Ṡ - r) V_j;   mu += rowsum(E (Ṡ - r))
 // At the end Ȯ = (A - mu O) / l without dropout and sinks, and the tangent of l is mu + l r. With dropout, A has to be
 // multiplied by 1 / keep, and a sink adds its own term to mu: TangentOfRow in semantics/tangent.cuh. A sums rounded
-// terms. So Ȯ takes mu as the sum of the same rounded terms (rounded_mu), and their errors can cancel. The tangent of l
-// takes the f32 sum (mu). Most programs do not use it, and the kernel is then compiled without it.
+// terms. So Ȯ takes mu as the sum of the same rounded terms, and their errors can cancel. Columns of ones after V give
+// this sum (kSumsInA). The tangent of l takes the f32 sum (mu). Most programs do not use it, and the kernel is then compiled without it.
 //
 // The reference r is one number for each row, close to the mean of Ṡ over the keys that the row sees. Ȯ is the same for
 // any r, because a change of r changes A and mu O equally. But E (Ṡ - r) is rounded to 16 bits. With r = 0, a large and
@@ -46,11 +46,11 @@ struct Consumer {
   Ring<kStages> k, v;
   PackedRing<kQBuffers> q;
 
-  float S[kKeys / 2], S_dot[kKeys / 2], A[kVDim / 2];  // E takes the place of S
-  uint32_t E[kKeys / 4], E_dot[kKeys / 4];             // Z E and Z E (Ṡ - r) as left operands
-  uint32_t Q[kQKSteps][4];                             // left operands
+  float S[kKeys / 2], S_dot[kKeys / 2], A[kAColumns / 2];  // E takes the place of S
+  uint32_t E[kKeys / 4], E_dot[kKeys / 4];                 // Z E and Z E (Ṡ - r) as left operands
+  uint32_t Q[kQKSteps][4];                                 // left operands
   float minus_m[2], reference[2], mu[2];
-  float rounded_mu[4];      // the same sums as mu, of rounded terms: two copies for each row
+  float rounded_mu[4];      // the same sums as mu, of rounded terms: two copies for each row. Unless kSumsInA.
   bool lacks_reference[2];  // may it still be set?
   const float to_log2, scale;
   PackedZ<kKeys> z;
@@ -115,12 +115,14 @@ struct Consumer {
     WgmmaCommit();
   }
 
-  // A += X V, or with V̇.
+  // A += X V, or with V̇, in the first kColumns columns.
+  template <int kColumns>
   __device__ __forceinline__ void IssueA(const uint32_t (&X)[kKeys / 4], uint8_t* rows) {
     WgmmaFence();
+    auto& sums = reinterpret_cast<float(&)[kColumns / 2]>(A);
     const auto b = SharedV{rows}.MNMajor();
 #pragma unroll
-    for (int c = 0; c < kKeys / kStep; ++c) Wgmma<kVDim>::template RS<Major::kMN>(A, X + 4 * c, b.KStep(c), true);
+    for (int c = 0; c < kKeys / kStep; ++c) Wgmma<kColumns>::template RS<Major::kMN>(sums, X + 4 * c, b.KStep(c), true);
     WgmmaCommit();
   }
 
@@ -194,6 +196,8 @@ struct Consumer {
     }
 #pragma unroll
     for (int i = 0; i < kKeys / 4; ++i) E_dot[i] = Pack(S_dot[2 * i], S_dot[2 * i + 1]);
+    z.Apply(E_dot);
+    if (kSumsInA) return;
     // A product with ones sums the rounded terms. Its operand is packed anew, with the elements of a pair exchanged: if
     // it shared registers with E_dot, ptxas would serialise all wgmmas.
     const uint32_t one = Pack(1.0f, 1.0f), ones[2] = {one, one};
@@ -204,7 +208,6 @@ struct Consumer {
       for (int k = 0; k < 4; ++k) pairs[k] = Pack(S_dot[i + 2 * k + 1], S_dot[i + 2 * k]);
       MmaSync(rounded_mu, pairs, ones);
     }
-    z.Apply(E_dot);
   }
 
   // With a block mask: waits for the next tile of K, and returns which one it is.
@@ -230,7 +233,7 @@ struct Consumer {
     ToScores<kMasked>(tile, j, only_element_mask);
     ToE();
     MbarrierWait(&shared.v_full[v.index], v.parity);
-    if (kValueMoves) IssueA(E, shared.v_tangent[v.index]);
+    if (kValueMoves) IssueA<kVDim>(E, shared.v_tangent[v.index]);
     if constexpr (kScoresMove) {
       WgmmaWait<kValueMoves ? 1 : 0>();
       Pin(S_dot);
@@ -241,7 +244,8 @@ struct Consumer {
     if constexpr (kScoresMove) {
       if (kMasked) SetReferences();
       ToEDot<kMasked>();
-      IssueA(E_dot, shared.v[v.index]);
+      if (kSumsInA && kValueMoves) WgmmaWait<0>(), Pin(A);  // wgmmas of different shapes may not overlap
+      IssueA<kAColumns>(E_dot, shared.v[v.index]);
     }
     v.Next();
   }
@@ -275,7 +279,7 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < 4; ++i) rounded_mu[i] = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kVDim / 2; ++i) A[i] = 0.0f;
+    for (int i = 0; i < kAColumns / 2; ++i) A[i] = 0.0f;
     if constexpr (kListed) {  // Algorithm 5, line 8: skip empty blocks
       ListedTile listed = Listed();
       AddTile<true, true>(tile, listed.J(), listed.Last(), listed.OnlyElementMask());
@@ -317,12 +321,13 @@ struct Consumer {
 
   // Writes Ȯ = (A - mu O) / l, and the tangent of l.
   __device__ __forceinline__ void Write(const QTile& tile) {
+    const float* const rounded = kSumsInA ? A + kVDim / 2 : rounded_mu;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = Row(tile) + 8 * h;
       if (kLTangent) mu[h] = LaneSum<4>(mu[h]);
       if (row >= p.q_len) continue;
-      const TangentOfRow results(p, tile.batch, tile.head, RowIndex(tile, row), mu[h], rounded_mu[2 * h], reference[h]);
+      const TangentOfRow results(p, tile.batch, tile.head, RowIndex(tile, row), mu[h], rounded[2 * h], reference[h]);
       if (kLTangent && lane % 4 == 0) p.l_tangent[RowIndex(tile, row)] = results.l;
       const int64_t at = OutputIndex(tile, row) * (kVDim / 2) + lane % 4;
       const float2* const o = static_cast<const float2*>(p.o) + at;
@@ -367,6 +372,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     if (kProblem.kv_lengths) shared.uncleared.Init();
     FenceMbarrierInit();
+  }
+  if (kSumsInA) {
+    const uint32_t one = Pack(1.0f, 1.0f);
+    for (int s = 0; s < kStages; ++s) {
+      for (int i = threadIdx.x; i < kOnesBytes / 4; i += kThreads)
+        reinterpret_cast<uint32_t*>(shared.v[s] + SharedV::kBytes)[i] = one;
+    }
+    FenceProxyAsync();
   }
   __syncthreads();
   if (threadIdx.x < kWarpgroup) {

@@ -16,7 +16,12 @@ using SharedV = SharedTile<kKeys, kVBoxes>;
 constexpr int kQBytes = SharedQ::kBytes * (kQueryMoves ? 2 : 1);
 constexpr int kKBytes = SharedK::kBytes * (kKeyMoves ? 2 : 1);
 constexpr int kVBytes = SharedV::kBytes * (int(kScoresMove) + int(kValueMoves));
-constexpr int kRoomForQ = 226 * 1024 - kStages * (kKBytes + kVBytes);
+// A further box of ones follows each tile of V. Its first columns belong to the right operand of E_dot V, so that A has
+// the row sums of E_dot, too. Not with dropout, whose mu is without Z, nor where V does not fill its last box.
+constexpr bool kSumsInA = kScoresMove && !kDropout && kVDim % kBoxColumns == 0;
+constexpr int kAColumns = kVDim + (kSumsInA ? 8 : 0);
+constexpr int kOnesBytes = kSumsInA ? SharedV::kBox : 0;
+constexpr int kRoomForQ = 226 * 1024 - kStages * (kKBytes + kVBytes + kOnesBytes);
 constexpr int kQBuffers = 2 * kConsumers * kQBytes > kRoomForQ ? 1 : 2;
 
 template <bool kPresent, int kCount, int kBytes>
@@ -30,7 +35,7 @@ struct Shared {
   Tiles<kQueryMoves, kQBuffers * kConsumers, SharedQ::kBytes> q_tangent;
   Tiles<true, kStages, SharedK::kBytes> k;
   Tiles<kKeyMoves, kStages, SharedK::kBytes> k_tangent;
-  Tiles<kScoresMove, kStages, SharedV::kBytes> v;
+  Tiles<kScoresMove, kStages, SharedV::kBytes + kOnesBytes> v;
   Tiles<kValueMoves, kStages, SharedV::kBytes> v_tangent;
   uint64_t q_full[kQBuffers][kConsumers], q_empty[kQBuffers][kConsumers];
   uint64_t k_full[kStages], k_empty[kStages];

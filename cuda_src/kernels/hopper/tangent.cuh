@@ -9,7 +9,8 @@
 // At the end Ȯ = (A - mu O) / l without dropout and sinks, and the tangent of l is mu + l r. With dropout, A has to be
 // multiplied by 1 / keep, and a sink adds its own term to mu: TangentOfRow in semantics/tangent.cuh. A sums rounded
 // terms. So Ȯ takes mu as the sum of the same rounded terms, and their errors can cancel. Columns of ones after V give
-// this sum (kSumsInA). The tangent of l takes the f32 sum (mu). Most programs do not use it, and the kernel is then compiled without it.
+// this sum (kSumsInA). The tangent of l takes the f32 sum (mu). Most programs do not use it, and the kernel is then
+// compiled without it.
 //
 // The reference r is one number for each row, close to the mean of Ṡ over the keys that the row sees. Ȯ is the same for
 // any r, because a change of r changes A and mu O equally. But E (Ṡ - r) is rounded to 16 bits. With r = 0, a large and
@@ -50,7 +51,7 @@ struct Consumer {
   uint32_t E[kKeys / 4], E_dot[kKeys / 4];                 // Z E and Z E (Ṡ - r) as left operands
   uint32_t Q[kQKSteps][4];                                 // left operands
   float minus_m[2], reference[2], mu[2];
-  float rounded_mu[4];      // the same sums as mu, of rounded terms: two copies for each row. Unless kSumsInA.
+  float rounded_mu[4];      // unless kSumsInA: the same sums as mu, of rounded terms; two copies for each row
   bool lacks_reference[2];  // may it still be set?
   const float to_log2, scale;
   PackedZ<kKeys> z;
@@ -119,7 +120,7 @@ struct Consumer {
   template <int kColumns>
   __device__ __forceinline__ void IssueA(const uint32_t (&X)[kKeys / 4], uint8_t* rows) {
     WgmmaFence();
-    auto& sums = reinterpret_cast<float(&)[kColumns / 2]>(A);
+    auto& sums = reinterpret_cast<float (&)[kColumns / 2]>(A);
     const auto b = SharedV{rows}.MNMajor();
 #pragma unroll
     for (int c = 0; c < kKeys / kStep; ++c) Wgmma<kColumns>::template RS<Major::kMN>(sums, X + 4 * c, b.KStep(c), true);

@@ -506,9 +506,9 @@ def mla_cpu(results: Results) -> str:
 @shows("mla_gpu")
 def mla_gpu(results: Results) -> str:
     def cells(row: Row) -> list[str]:
-        name = f"{row['batch']} sequences, {row['keys']} keys, {row['heads']} heads, {row['queries']} queries"
+        sequences = "one sequence" if row["batch"] == 1 else f"{row['batch']} sequences"
         return [
-            name.replace("1 sequences", "one sequence").replace("1 queries", "one query"),
+            f"{sequences}, {row['keys']} keys, {row['heads']} heads",
             f"{row['microseconds']['contiguous']:.0f}",
             f"{row['tflops']['contiguous']:.0f}",
             number(paired(row, "read", "contiguous"), 2),
@@ -516,7 +516,7 @@ def mla_gpu(results: Results) -> str:
             number(paired(row, "plain", "contiguous"), 1),
         ]
 
-    head = ["", "µs", "TFLOP/s", "rate of a read", "pages: speed-up over contiguous", "speed-up over plain JAX"]
+    head = ["one query", "µs", "TFLOP/s", "rate of a read", "pages: speed-up over contiguous", "speed-up over plain JAX"]
     return table(head, map(cells, results["rows"]))
 
 

@@ -14,11 +14,11 @@ import kernel_variants
 
 from jax_flash import _native
 
-# Limits of a kernel's compile time, relative to a plain forward: without and with a score_mod. With tiles of 128 keys,
-# a thread of Hopper's forward has 64 entries. The score_mod is compiled four times for each: for tiles with and without
-# masks, and with and without bounds of indices. One such kernel takes 6 to 10 times as long, and 2.5 times without its
-# score_mod.
-LONGEST, LONGEST_WITH_PROGRAM = 7, 13
+# Limits of a kernel's compile time, relative to a plain forward: with one feature, and with any.
+# With tiles of 128 keys, a thread of Hopper's forward has 64 entries. A score_mod is compiled four times for each: for
+# tiles with and without masks, and with and without bounds of indices. One such kernel takes 6 to 10 times as long, and
+# 2.5 times without its score_mod. Ampere's backward of wide heads with many features takes up to 7.3 times as long.
+LONGEST, LONGEST_OF_MANY = 7, 13
 
 
 @pytest.mark.slow
@@ -39,8 +39,7 @@ def test_every_feature_and_pair_of_features_compiles():
     slowest = sorted(seconds, key=seconds.get)[-5:]
     for variant in (x for x in slowest if seconds[x] > 0.7 * LONGEST * seconds[plain]):
         of_plain, took = map(cpu_seconds, (plain, variant))
-        longest = LONGEST_WITH_PROGRAM if dict(variant.fields)["score_mod"] else LONGEST
-        assert took < longest * of_plain, variant
+        assert took < (LONGEST if variant in usual else LONGEST_OF_MANY) * of_plain, variant
 
 
 def cpu_seconds(variant):

@@ -516,7 +516,14 @@ def mla_gpu(results: Results) -> str:
             number(paired(row, "plain", "contiguous"), 1),
         ]
 
-    head = ["one query", "µs", "TFLOP/s", "rate of a read", "pages: speed-up over contiguous", "speed-up over plain JAX"]
+    head = [
+        "one query",
+        "µs",
+        "TFLOP/s",
+        "rate of a read",
+        "pages: speed-up over contiguous",
+        "speed-up over plain JAX",
+    ]
     return table(head, map(cells, results["rows"]))
 
 

@@ -46,7 +46,7 @@ struct Consumer {
   const float to_log2;
   uint32_t resident_parity = 0;
   RingInTurns<Of::kSlots> ring;
-  int held = -1;  // the slot of the last product, if it has not been released
+  int held = 0;  // the slot of the last product, until it is released
 
   float S[kLines / 2], dP[kLines / 2], dX[Of::kHalfBoxes][kBoxColumns / 2];
   uint32_t A[kLines / 4];
@@ -60,39 +60,41 @@ struct Consumer {
 
   // Releases a slot in both CTAs, which load it.
   __device__ __forceinline__ void Release(int slot) {
-    const bool arrives = ArrivesForWarp(lane) && slot >= 0;
-    MbarrierArrive(&shared.empty[max(slot, 0)], arrives);
-    if constexpr (kCluster > 1) PeerArrive(&shared.empty[max(slot, 0)], arrives);
+    const bool arrives = ArrivesForWarp(lane);
+    MbarrierArrive(&shared.empty[slot], arrives);
+    if constexpr (kCluster > 1) PeerArrive(&shared.empty[slot], arrives);
   }
 
-  // Starts `product` with the next box. Releases the box before.
+  // Starts `product` with the next slot. Releases the slot before, if there is one.
   template <typename Product>
-  __device__ __forceinline__ void MultiplyBox(Product product) {
+  __device__ __forceinline__ void MultiplySlot(bool is_first, Product product) {
+    const Slot slot{shared.slots[Uniform(ring.index)]};  // uniform, so its descriptors need few instructions
     ring.Wait(shared.full[warpgroup]);
     WgmmaFence();
-    product(Box{shared.slots[ring.index]});
+    product(slot);
     WgmmaCommit();
-    WgmmaWait<1>();
-    Release(held);
+    if (!is_first) {
+      WgmmaWait<1>();
+      Release(held);
+    }
     held = ring.index;
     ring.Next();
   }
   __device__ __forceinline__ void FinishProducts() {
     WgmmaWait<0>();
     Release(held);
-    held = -1;
   }
 
   // Starts C = B R^T. R is streamed.
   template <int kBoxes, int kSteps>
-  __device__ __forceinline__ void Multiply(float (&C)[kLines / 2], SharedTile<kLines, kBoxes> resident) {
+  __device__ __forceinline__ void Multiply(float (&C)[kLines / 2], SharedTile<kLines, kBoxes> resident, bool is_first) {
     const auto a = resident.KMajor();
 #pragma unroll
-    for (int b = 0; b < kBoxes; ++b) {
-      MultiplyBox([&](Box box) {
-        const auto rows = box.KMajor();
+    for (int b = 0; b < kBoxes; b += kSlotBoxes) {
+      MultiplySlot(is_first && b == 0, [&](Slot slot) {
+        const auto rows = slot.KMajor();
 #pragma unroll
-        for (int i = 0; i < 4 && 4 * b + i < kSteps; ++i)
+        for (int i = 0; i < 4 * kSlotBoxes && 4 * b + i < kSteps; ++i)
           Wgmma<kLines>::template SS<Major::kK, Major::kK>(C, a.KStep(i, b), rows.KStep(i), b > 0 || i > 0);
       });
     }
@@ -101,28 +103,32 @@ struct Consumer {
   // Starts S = X R^T and dP = Y R^T.
   __device__ __forceinline__ void IssueScores() {
     const SharedTile<kLines, Of::kSBoxes> x{shared.resident};
-    Multiply<Of::kSBoxes, kQKSteps>(S, x);
-    if constexpr (Of::kDS) Multiply<Of::kDPBoxes, kVSteps>(dP, SharedTile<kLines, Of::kDPBoxes>{x.Box(Of::kSBoxes)});
+    Multiply<Of::kSBoxes, kQKSteps>(S, x, true);
+    if constexpr (Of::kDS)
+      Multiply<Of::kDPBoxes, kVSteps>(dP, SharedTile<kLines, Of::kDPBoxes>{x.Box(Of::kSBoxes)}, false);
   }
 
-  // Starts dX += A R, with A from registers, or from shared memory after the owner has handed it over. The boxes of the
+  // Starts dX += A R, with A from registers, or from shared memory after the owner has handed it over. The slots of the
   // owner and of the other warpgroup alternate.
   template <bool kOwner>
-  __device__ __forceinline__ void IssueGradient() {
+  __device__ __forceinline__ void IssueGradient(bool is_first) {
     const auto a = Box{shared.operand}.KMajor();
     if (!kOwner) BarrierSync(kHandover + 1 - warpgroup, kConsumers * kWarpgroup);
 #pragma unroll
-    for (int b = 0; b < Of::kHalfBoxes; ++b) {
+    for (int first = 0; first < Of::kHalfBoxes; first += kSlotBoxes) {
       if (!kOwner) ring.Next();
-      MultiplyBox([&](Box box) {
-        const auto rows = box.MNMajorBox(0);
+      MultiplySlot(is_first && first == 0, [&](Slot slot) {
+        const auto rows = slot.MNMajorBox(0);
 #pragma unroll
-        for (int i = 0; i < kLines / kStep; ++i)
-          if constexpr (kOwner) {
-            Wgmma<kBoxColumns>::template RS<Major::kMN>(dX[b], A + 4 * i, rows.KStep(i), true);
-          } else {
-            Wgmma<kBoxColumns>::template SS<Major::kK, Major::kMN>(dX[b], a.KStep(i), rows.KStep(i), true);
-          }
+        for (int b = 0; b < kSlotBoxes && first + b < Of::kHalfBoxes; ++b) {
+#pragma unroll
+          for (int i = 0; i < kLines / kStep; ++i)
+            if constexpr (kOwner) {
+              Wgmma<kBoxColumns>::template RS<Major::kMN>(dX[first + b], A + 4 * i, rows.KStep(i, b), true);
+            } else {
+              Wgmma<kBoxColumns>::template SS<Major::kK, Major::kMN>(dX[first + b], a.KStep(i), rows.KStep(i, b), true);
+            }
+        }
       });
       if (kOwner) ring.Next();
     }
@@ -203,7 +209,7 @@ struct Consumer {
   // Adds tile t, after the other warpgroup's tile before it.
   __device__ __forceinline__ void AddTile(const Item& item, const Place& place, int t, bool last) {
     IssueScores();
-    if (t > 0) IssueGradient<false>();
+    if (t > 0) IssueGradient<false>(false);
     FinishProducts();
     Pin(S);
     if constexpr (Of::kDS) Pin(dP);
@@ -211,12 +217,12 @@ struct Consumer {
     ComputeOperand(item, place);
     HandOver();
     if (!last) SkipScores();
-    IssueGradient<true>();
+    IssueGradient<true>(true);
     FinishProducts();
     PinGradient();
   }
-  // Skips the boxes of the other warpgroup's S and dP.
-  __device__ __forceinline__ void SkipScores() { ring.template Next<Of::kSBoxes + Of::kDPBoxes>(); }
+  // Skips the slots of the other warpgroup's S and dP.
+  __device__ __forceinline__ void SkipScores() { ring.template Next<SlotsOf(Of::kSBoxes) + SlotsOf(Of::kDPBoxes)>(); }
 
   // Computes an item. Returns false at the end.
   __device__ __forceinline__ bool ComputeItem(const TensorMap* map) {
@@ -238,7 +244,7 @@ struct Consumer {
       place.Next(item), place.Next(item);
     }
     if (tiles > 0 && (tiles - 1) % 2 != warpgroup) {  // the last tile is the other warpgroup's
-      IssueGradient<false>();
+      IssueGradient<false>(true);
       FinishProducts();
       PinGradient();
     }
@@ -281,18 +287,19 @@ __device__ __forceinline__ void Run(const Params& p, uint8_t* memory, const Tens
                                     const TensorMap* gradient) {
   Shared<kOf>& shared = *reinterpret_cast<Shared<kOf>*>(memory);
   if (threadIdx.x == 0) {
-    MbarrierInit(&shared.resident_full, 1), MbarrierInit(&shared.resident_empty, kConsumers);
+    MbarrierInit(&shared.resident_full, 1);
+    MbarrierInit(&shared.resident_empty, kConsumers + kProducers - 1);
     for (int s = 0; s < Arrays<kOf>::kSlots; ++s) {
       MbarrierInit(&shared.full[0][s], 1), MbarrierInit(&shared.full[1][s], 1);
       MbarrierInit(&shared.empty[s], ArrivalsOf(4 * kCluster));  // one warpgroup of each CTA
     }
-    MbarrierInit(&shared.uncleared, 1);
+    for (uint64_t& uncleared : shared.uncleared) MbarrierInit(&uncleared, 1);
     FenceMbarrierInit();
   }
   ClusterSync();
   if (threadIdx.x < kWarpgroup) {
     SetMaxRegistersDown<kProducerRegisters<kOf>>();
-    if (threadIdx.x < 32) Producer<kOf>{p, shared, x, y, with_x, with_y, factor}.Run();
+    if (threadIdx.x < 32 * kProducers) Producer<kOf>{p, shared, x, y, with_x, with_y, factor}.Run();
   } else {
     SetMaxRegistersUp<kConsumerRegisters<kOf>>();
     Consumer<kOf> consumer(p, shared);

@@ -21,6 +21,11 @@ constexpr int kCluster = kBackwardKeys / 64;  // CTAs with neighbouring lines an
 constexpr int kThreads = kWarpgroup * (kConsumers + 1);
 static_assert(kCluster <= 2 && kLines * kCluster <= kRowPadding);
 using Box = SharedTile<kLines, 1>;
+constexpr int kSlotBoxes = 2;  // boxes in a slot of the ring
+using Slot = SharedTile<kLines, kSlotBoxes>;
+constexpr int kProducers = 2;  // warps
+
+__host__ __device__ constexpr int SlotsOf(int boxes) { return (boxes + kSlotBoxes - 1) / kSlotBoxes; }
 
 enum class Gradient { kQuery, kKey, kValue };
 
@@ -35,7 +40,7 @@ struct Arrays {
   static constexpr int kHalfBoxes = (Boxes(kDim) + 1) / 2;  // of the gradient, for a warpgroup
   // The resident tiles. In the end the gradient takes their place.
   static constexpr int kResidentBoxes = kSBoxes + kDPBoxes > 2 * kHalfBoxes ? kSBoxes + kDPBoxes : 2 * kHalfBoxes;
-  static constexpr int kSlots = 224 * 1024 / Box::kBytes - kResidentBoxes - 1;
+  static constexpr int kSlots = (224 * 1024 / Box::kBytes - kResidentBoxes - 1) / kSlotBoxes;
 };
 
 // The lines of a cluster, and the tiles that they see.
@@ -57,12 +62,12 @@ template <Gradient kOf>
 struct Shared {
   using Of = Arrays<kOf>;
   alignas(1024) uint8_t resident[Of::kResidentBoxes * Box::kBytes];
-  alignas(1024) uint8_t slots[Of::kSlots][Box::kBytes];
+  alignas(1024) uint8_t slots[Of::kSlots][Slot::kBytes];
   alignas(1024) uint8_t operand[Box::kBytes];  // P or dS
   Item item;                                   // comes with the resident tiles
   uint64_t resident_full, resident_empty;
   uint64_t full[kConsumers][Of::kSlots], empty[Of::kSlots];
-  uint64_t uncleared;  // for boxes with rows that the producer clears
+  uint64_t uncleared[kProducers];  // for boxes with rows that a producer clears
 };
 static_assert(sizeof(Shared<Gradient::kQuery>) <= 227 * 1024 && sizeof(Shared<Gradient::kValue>) <= 227 * 1024);
 
@@ -99,9 +104,9 @@ __device__ __forceinline__ Item NextItem(const Params& p, StaticSchedule<kCluste
            x.every_hi / kLines}};
 }
 
-// The warp that loads all tiles. Its first lane waits and loads, all lanes clear rows. The streamed boxes come in the
-// order in which the consumers multiply: first the operands of S and dP of tile t, then the right operand of the
-// gradient's product for tile t - 1.
+// The warps that load all tiles. Each has every other slot. The first one also loads resident tiles. The first lane
+// waits and loads, all lanes clear rows. The streamed boxes come in the order in which the consumers multiply: first
+// the operands of S and dP of tile t, then the right operand of the gradient's product for tile t - 1.
 template <Gradient kOf>
 struct Producer {
   using Of = Arrays<kOf>;
@@ -109,7 +114,7 @@ struct Producer {
   Shared<kOf>& shared;
   const TensorMap *x, *y;                     // resident: X and Y
   const TensorMap *with_x, *with_y, *factor;  // streamed: the other operand of S, of dP, and of the gradient
-  const int lane = threadIdx.x;
+  const int warp = Uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   const Item& item = shared.item;  // the current one
   uint32_t resident_parity = 0, uncleared_parity = 0;
   Ring<Of::kSlots> at;
@@ -118,7 +123,14 @@ struct Producer {
     StaticSchedule<kCluster> schedule;
     while (true) {
       SyncWarp();  // all lanes have read the item before
-      if (lane == 0) LoadResident(NextItem<Of::kTransposed>(p, &schedule));
+      if (lane == 0) {
+        if (warp == 0) {
+          LoadResident(NextItem<Of::kTransposed>(p, &schedule));
+        } else {
+          MbarrierWait(&shared.resident_full, resident_parity);
+        }
+      }
+      resident_parity ^= 1;
       SyncWarp();
       if (item.line < 0) return;
       const int tiles = TilesOf<Of::kTransposed>(p, item);
@@ -128,13 +140,17 @@ struct Producer {
         if (t < tiles) LoadFactorsOfScores(place, t % 2);
         if (t > 0) LoadFactor(before, (t - 1) % 2);
       }
+      SyncWarp();  // all lanes have read the item
+      if (warp > 0) MbarrierArrive(&shared.resident_empty, lane == 0);
     }
   }
 
  private:
+  // Each slot always has the same producer. With another one, a barrier could be two phases behind.
+  __device__ __forceinline__ bool LoadsSlot() const { return at.index % kProducers == warp; }
+
   __device__ __forceinline__ void LoadResident(const Item& next) {
     MbarrierWait(&shared.resident_empty, resident_parity ^ 1);
-    resident_parity ^= 1;
     shared.item = next;
     const bool empty = item.tiles.any_lo == item.tiles.any_hi;
     MbarrierArriveExpectTx(&shared.resident_full, empty ? 0 : (Of::kSBoxes + Of::kDPBoxes) * Box::kBytes);
@@ -151,37 +167,42 @@ struct Producer {
   // Loads the operands of S and dP, for one warpgroup.
   __device__ __forceinline__ void LoadFactorsOfScores(const Place& place, int warpgroup) {
 #pragma unroll 1
-    for (int b = 0; b < Of::kSBoxes + Of::kDPBoxes; ++b, at.Next()) {
-      const bool first = b < Of::kSBoxes;
-      LoadBox(first ? with_x : with_y, first ? b : b - Of::kSBoxes, place, warpgroup);
-    }
+    for (int b = 0; b < Of::kSBoxes; b += kSlotBoxes, at.Next())
+      LoadSlot(with_x, b, min(kSlotBoxes, Of::kSBoxes - b), place, warpgroup);
+#pragma unroll 1
+    for (int b = 0; b < Of::kDPBoxes; b += kSlotBoxes, at.Next())
+      LoadSlot(with_y, b, min(kSlotBoxes, Of::kDPBoxes - b), place, warpgroup);
   }
 
   // Loads the right operand of the gradient's product. Each warpgroup has half of the columns.
   __device__ __forceinline__ void LoadFactor(const Place& place, int owner) {
     const uint64_t hidden = HiddenRows(place);
 #pragma unroll 1
-    for (int b = 0; b < 2 * Of::kHalfBoxes; ++b, at.Next()) {
-      const int warpgroup = owner ^ b % 2, box = warpgroup * Of::kHalfBoxes + b / 2;
+    for (int s = 0; s < 2 * SlotsOf(Of::kHalfBoxes); ++s, at.Next()) {
+      const int warpgroup = owner ^ s % 2, box = s / 2 * kSlotBoxes;
+      const int boxes = min(kSlotBoxes, Of::kHalfBoxes - box), first = warpgroup * Of::kHalfBoxes + box;
       if (hidden == 0) {
-        LoadBox(factor, box, place, warpgroup);
+        LoadSlot(factor, first, boxes, place, warpgroup);
       } else {
-        LoadAndClear(hidden, box, place, warpgroup);
+        LoadAndClear(hidden, first, boxes, place, warpgroup);
       }
     }
   }
 
-  // Loads a box to both CTAs. Each CTA loads every other box.
-  __device__ __forceinline__ void LoadBox(const TensorMap* map, int box, const Place& place, int warpgroup) {
-    if (lane > 0) return;
+  // Loads boxes to a slot of both CTAs. Each CTA loads every other box.
+  __device__ __forceinline__ void LoadSlot(const TensorMap* map, int first, int boxes, const Place& place,
+                                           int warpgroup) {
+    if (lane > 0 || !LoadsSlot()) return;
     MbarrierWait(&shared.empty[at.index], at.parity ^ 1);
     uint64_t* const full = &shared.full[warpgroup][at.index];
-    MbarrierArriveExpectTx(full, Box::kBytes);
-    const int column = box * kBoxColumns, row = place.tile * kLines;
+    MbarrierArriveExpectTx(full, boxes * Box::kBytes);
+    const Slot to{shared.slots[at.index]};
+    const int row = place.tile * kLines;
     if constexpr (kCluster == 1) {
-      TmaLoad(shared.slots[at.index], map, full, column, row, place.head, item.batch);
-    } else if (box % kCluster == ClusterRank()) {
-      TmaLoadToPair(shared.slots[at.index], map, full, column, row, place.head, item.batch);
+      for (int b = 0; b < boxes; ++b)
+        TmaLoad(to.Box(b), map, full, (first + b) * kBoxColumns, row, place.head, item.batch);
+    } else if (const int b = ClusterRank(); b < boxes) {
+      TmaLoadToPair(to.Box(b), map, full, (first + b) * kBoxColumns, row, place.head, item.batch);
     }
   }
 
@@ -204,21 +225,24 @@ struct Producer {
     }
   }
 
-  // Each CTA loads its own box, and clears these rows of it.
-  __device__ __forceinline__ void LoadAndClear(uint64_t rows, int box, const Place& place, int warpgroup) {
-    uint8_t* const to = shared.slots[at.index];
+  // Each CTA loads its own boxes, and clears these rows of them.
+  __device__ __forceinline__ void LoadAndClear(uint64_t rows, int first, int boxes, const Place& place, int warpgroup) {
+    if (!LoadsSlot()) return;
+    const Slot to{shared.slots[at.index]};
     if (lane == 0) {
       MbarrierWait(&shared.empty[at.index], at.parity ^ 1);
-      MbarrierArriveExpectTx(&shared.uncleared, Box::kBytes);
-      TmaLoad(to, factor, &shared.uncleared, box * kBoxColumns, place.tile * kLines, place.head, item.batch);
-      MbarrierWait(&shared.uncleared, uncleared_parity);
+      MbarrierArriveExpectTx(&shared.uncleared[warp], boxes * Box::kBytes);
+      for (int b = 0; b < boxes; ++b)
+        TmaLoad(to.Box(b), factor, &shared.uncleared[warp], (first + b) * kBoxColumns, place.tile * kLines, place.head,
+                item.batch);
+      MbarrierWait(&shared.uncleared[warp], uncleared_parity);
     }
     uncleared_parity ^= 1;
     SyncWarp();
 #pragma unroll 1
-    for (int r = lane; r < kLines; r += 32) {
-      if ((rows >> r & 1) == 0) continue;
-      for (int i = 0; i < kBoxBytes / 16; ++i) reinterpret_cast<uint4*>(to + r * kBoxBytes)[i] = {0, 0, 0, 0};
+    for (int r = lane; r < boxes * kLines; r += 32) {
+      if ((rows >> r % kLines & 1) == 0) continue;
+      for (int i = 0; i < kBoxBytes / 16; ++i) reinterpret_cast<uint4*>(to.memory + r * kBoxBytes)[i] = {0, 0, 0, 0};
     }
     FenceProxyAsync();
     SyncWarp();

@@ -48,7 +48,7 @@ struct Consumer {
   RingInTurns<Of::kSlots> ring;
   int held = 0;  // the slot of the last product, until it is released
 
-  float S[kLines / 2], dP[kLines / 2], dX[SlotsOf(Of::kHalfBoxes)][kSlotBoxes * kBoxColumns / 2];
+  float S[kLines / 2], dP[kLines / 2], dX[Of::kHalfBoxes][kBoxColumns / 2];
   uint32_t A[kLines / 4];
 
   __device__ __forceinline__ Consumer(const Params& p, Shared<kOf>& shared)
@@ -112,38 +112,31 @@ struct Consumer {
   // owner and of the other warpgroup alternate.
   template <bool kOwner>
   __device__ __forceinline__ void IssueGradient(bool is_first) {
+    const auto a = Box{shared.operand}.KMajor();
     if (!kOwner) BarrierSync(kHandover + 1 - warpgroup, kConsumers * kWarpgroup);
 #pragma unroll
     for (int first = 0; first < Of::kHalfBoxes; first += kSlotBoxes) {
       if (!kOwner) ring.Next();
       MultiplySlot(is_first && first == 0, [&](Slot slot) {
-        if (first + kSlotBoxes <= Of::kHalfBoxes) {
-          MultiplyA<kOwner, kSlotBoxes>(dX[first / kSlotBoxes], slot.MNMajor());
-        } else {
-          MultiplyA<kOwner, 1>(reinterpret_cast<float (&)[kBoxColumns / 2]>(dX[first / kSlotBoxes]), slot.MNMajor());
+        const auto rows = slot.MNMajorBox(0);
+#pragma unroll
+        for (int b = 0; b < kSlotBoxes && first + b < Of::kHalfBoxes; ++b) {
+#pragma unroll
+          for (int i = 0; i < kLines / kStep; ++i)
+            if constexpr (kOwner) {
+              Wgmma<kBoxColumns>::template RS<Major::kMN>(dX[first + b], A + 4 * i, rows.KStep(i, b), true);
+            } else {
+              Wgmma<kBoxColumns>::template SS<Major::kK, Major::kMN>(dX[first + b], a.KStep(i), rows.KStep(i, b), true);
+            }
         }
       });
       if (kOwner) ring.Next();
     }
   }
 
-  // Starts C += A R, with R in `kBoxes` boxes.
-  template <bool kOwner, int kBoxes>
-  __device__ __forceinline__ void MultiplyA(float (&C)[kBoxes * kBoxColumns / 2], MNMajorOperand<kLines> rows) {
-    const auto a = Box{shared.operand}.KMajor();
-#pragma unroll
-    for (int i = 0; i < kLines / kStep; ++i) {
-      if constexpr (kOwner) {
-        Wgmma<kBoxes * kBoxColumns>::template RS<Major::kMN>(C, A + 4 * i, rows.KStep(i), true);
-      } else {
-        Wgmma<kBoxes * kBoxColumns>::template SS<Major::kK, Major::kMN>(C, a.KStep(i), rows.KStep(i), true);
-      }
-    }
-  }
-
   __device__ __forceinline__ void PinGradient() {
 #pragma unroll
-    for (int s = 0; s < SlotsOf(Of::kHalfBoxes); ++s) Pin(dX[s]);
+    for (int b = 0; b < Of::kHalfBoxes; ++b) Pin(dX[b]);
   }
 
   // Gives A to the other warpgroup. A single buffer suffices, because this warpgroup has multiplied the other one's A
@@ -238,9 +231,9 @@ struct Consumer {
     const Item& item = shared.item;  // it stays in shared memory to save registers
     if (Uniform(item.line) < 0) return false;
 #pragma unroll
-    for (int s = 0; s < SlotsOf(Of::kHalfBoxes); ++s) {
+    for (int b = 0; b < Of::kHalfBoxes; ++b) {
 #pragma unroll
-      for (int i = 0; i < kSlotBoxes * kBoxColumns / 2; ++i) dX[s][i] = 0.0f;
+      for (int i = 0; i < kBoxColumns / 2; ++i) dX[b][i] = 0.0f;
     }
     const int tiles = Uniform(TilesOf<Of::kTransposed>(p, item));
     if (warpgroup == 1 && tiles > 0) SkipScores();
@@ -267,7 +260,7 @@ struct Consumer {
     BarrierSync(kConsumersBarrier, kConsumers * kWarpgroup);  // both have multiplied by X and Y
 #pragma unroll
     for (int i = 0; i < 4 * Of::kHalfBoxes; ++i) {
-      const float* const x = dX[i / (4 * kSlotBoxes)] + i % (4 * kSlotBoxes) * 8;
+      const float* const x = dX[i / 4] + i % 4 * 8;
       Stmatrix(MatricesOf(to.Box(warpgroup * Of::kHalfBoxes + i / 4) + 16 * warp * kBoxBytes, lane, i % 4),
                Pack(x[0] * scale, x[1] * scale), Pack(x[2] * scale, x[3] * scale), Pack(x[4] * scale, x[5] * scale),
                Pack(x[6] * scale, x[7] * scale));

@@ -23,7 +23,7 @@ static_assert(kCluster <= 2 && kLines * kCluster <= kRowPadding);
 using Box = SharedTile<kLines, 1>;
 constexpr int kSlotBoxes = 2;  // boxes in a slot of the ring
 using Slot = SharedTile<kLines, kSlotBoxes>;
-constexpr int kProducers = 4;  // warps
+constexpr int kProducers = 1;  // warps
 
 __host__ __device__ constexpr int SlotsOf(int boxes) { return (boxes + kSlotBoxes - 1) / kSlotBoxes; }
 
@@ -104,7 +104,7 @@ __device__ __forceinline__ Item NextItem(const Params& p, StaticSchedule<kCluste
            x.every_hi / kLines}};
 }
 
-// The warps that load all tiles. They divide the slots. The first one also loads resident tiles. The first lane
+// The warps that load all tiles. Each has every other slot. The first one also loads resident tiles. The first lane
 // waits and loads, all lanes clear rows. The streamed boxes come in the order in which the consumers multiply: first
 // the operands of S and dP of tile t, then the right operand of the gradient's product for tile t - 1.
 template <Gradient kOf>

@@ -288,18 +288,18 @@ __device__ __forceinline__ void Run(const Params& p, uint8_t* memory, const Tens
   Shared<kOf>& shared = *reinterpret_cast<Shared<kOf>*>(memory);
   if (threadIdx.x == 0) {
     MbarrierInit(&shared.resident_full, 1);
-    MbarrierInit(&shared.resident_empty, kConsumers + kProducers - 1);
+    MbarrierInit(&shared.resident_empty, kConsumers);
     for (int s = 0; s < Arrays<kOf>::kSlots; ++s) {
       MbarrierInit(&shared.full[0][s], 1), MbarrierInit(&shared.full[1][s], 1);
       MbarrierInit(&shared.empty[s], ArrivalsOf(4 * kCluster));  // one warpgroup of each CTA
     }
-    for (uint64_t& uncleared : shared.uncleared) MbarrierInit(&uncleared, 1);
+    MbarrierInit(&shared.uncleared, 1);
     FenceMbarrierInit();
   }
   ClusterSync();
   if (threadIdx.x < kWarpgroup) {
     SetMaxRegistersDown<kProducerRegisters<kOf>>();
-    if (threadIdx.x < 32 * kProducers) Producer<kOf>{p, shared, x, y, with_x, with_y, factor}.Run();
+    if (threadIdx.x < 32) Producer<kOf>{p, shared, x, y, with_x, with_y, factor}.Run();
   } else {
     SetMaxRegistersUp<kConsumerRegisters<kOf>>();
     Consumer<kOf> consumer(p, shared);

@@ -19,11 +19,10 @@ constexpr int kConsumers = 2;                 // warpgroups
 constexpr int kLines = 64;                    // rows of a CTA, or keys; also of each streamed tile
 constexpr int kCluster = kBackwardKeys / 64;  // CTAs with neighbouring lines and the same streamed tiles
 constexpr int kThreads = kWarpgroup * (kConsumers + 1);
-static_assert(kCluster <= 2 && kLines * kCluster <= kRowPadding);
+static_assert(kCluster == 2 && kLines * kCluster <= kRowPadding);
 using Box = SharedTile<kLines, 1>;
 constexpr int kSlotBoxes = 2;  // boxes in a slot of the ring
 using Slot = SharedTile<kLines, kSlotBoxes>;
-constexpr int kProducers = 1;  // warps
 
 __host__ __device__ constexpr int SlotsOf(int boxes) { return (boxes + kSlotBoxes - 1) / kSlotBoxes; }
 
@@ -67,7 +66,7 @@ struct Shared {
   Item item;                                   // comes with the resident tiles
   uint64_t resident_full, resident_empty;
   uint64_t full[kConsumers][Of::kSlots], empty[Of::kSlots];
-  uint64_t uncleared[kProducers];  // for boxes with rows that a producer clears
+  uint64_t uncleared;  // for boxes with rows that the producer clears
 };
 static_assert(sizeof(Shared<Gradient::kQuery>) <= 227 * 1024 && sizeof(Shared<Gradient::kValue>) <= 227 * 1024);
 
@@ -104,9 +103,9 @@ __device__ __forceinline__ Item NextItem(const Params& p, StaticSchedule<kCluste
            x.every_hi / kLines}};
 }
 
-// The warps that load all tiles. Each has every other slot. The first one also loads resident tiles. The first lane
-// waits and loads, all lanes clear rows. The streamed boxes come in the order in which the consumers multiply: first
-// the operands of S and dP of tile t, then the right operand of the gradient's product for tile t - 1.
+// The warp that loads all tiles. The first lane waits and loads, all lanes clear rows. The streamed boxes come in the
+// order in which the consumers multiply: first the operands of S and dP of tile t, then the right operand of the
+// gradient's product for tile t - 1.
 template <Gradient kOf>
 struct Producer {
   using Of = Arrays<kOf>;
@@ -114,7 +113,7 @@ struct Producer {
   Shared<kOf>& shared;
   const TensorMap *x, *y;                     // resident: X and Y
   const TensorMap *with_x, *with_y, *factor;  // streamed: the other operand of S, of dP, and of the gradient
-  const int warp = Uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32;
   const Item& item = shared.item;  // the current one
   uint32_t resident_parity = 0, uncleared_parity = 0;
   Ring<Of::kSlots> at;
@@ -123,13 +122,7 @@ struct Producer {
     StaticSchedule<kCluster> schedule;
     while (true) {
       SyncWarp();  // all lanes have read the item before
-      if (lane == 0) {
-        if (warp == 0) {
-          LoadResident(NextItem<Of::kTransposed>(p, &schedule));
-        } else {
-          MbarrierWait(&shared.resident_full, resident_parity);
-        }
-      }
+      if (lane == 0) LoadResident(NextItem<Of::kTransposed>(p, &schedule));
       resident_parity ^= 1;
       SyncWarp();
       if (item.line < 0) return;
@@ -140,15 +133,10 @@ struct Producer {
         if (t < tiles) LoadFactorsOfScores(place, t % 2);
         if (t > 0) LoadFactor(before, (t - 1) % 2);
       }
-      SyncWarp();  // all lanes have read the item
-      if (warp > 0) MbarrierArrive(&shared.resident_empty, lane == 0);
     }
   }
 
  private:
-  // Each slot always has the same producer. With another one, a barrier could be two phases behind.
-  __device__ __forceinline__ bool LoadsSlot() const { return at.index % kProducers == warp; }
-
   __device__ __forceinline__ void LoadResident(const Item& next) {
     MbarrierWait(&shared.resident_empty, resident_parity ^ 1);
     shared.item = next;
@@ -189,21 +177,17 @@ struct Producer {
     }
   }
 
-  // Loads boxes to a slot of both CTAs. Each CTA loads every other box.
+  // Loads boxes to a slot of both CTAs. Each CTA loads one of them.
   __device__ __forceinline__ void LoadSlot(const TensorMap* map, int first, int boxes, const Place& place,
                                            int warpgroup) {
-    if (lane > 0 || !LoadsSlot()) return;
+    if (lane > 0) return;
     MbarrierWait(&shared.empty[at.index], at.parity ^ 1);
     uint64_t* const full = &shared.full[warpgroup][at.index];
     MbarrierArriveExpectTx(full, boxes * Box::kBytes);
     const Slot to{shared.slots[at.index]};
     const int row = place.tile * kLines;
-    if constexpr (kCluster == 1) {
-      for (int b = 0; b < boxes; ++b)
-        TmaLoad(to.Box(b), map, full, (first + b) * kBoxColumns, row, place.head, item.batch);
-    } else if (const int b = ClusterRank(); b < boxes) {
-      TmaLoadToPair(to.Box(b), map, full, (first + b) * kBoxColumns, row, place.head, item.batch);
-    }
+    const int b = ClusterRank();
+    if (b < boxes) TmaLoadToPair(to.Box(b), map, full, (first + b) * kBoxColumns, row, place.head, item.batch);
   }
 
   // The rows of a streamed tile that must be replaced by zeros, one bit each. Their P is 0, but 0 times a NaN is NaN.
@@ -227,15 +211,14 @@ struct Producer {
 
   // Each CTA loads its own boxes, and clears these rows of them.
   __device__ __forceinline__ void LoadAndClear(uint64_t rows, int first, int boxes, const Place& place, int warpgroup) {
-    if (!LoadsSlot()) return;
     const Slot to{shared.slots[at.index]};
     if (lane == 0) {
       MbarrierWait(&shared.empty[at.index], at.parity ^ 1);
-      MbarrierArriveExpectTx(&shared.uncleared[warp], boxes * Box::kBytes);
+      MbarrierArriveExpectTx(&shared.uncleared, boxes * Box::kBytes);
       for (int b = 0; b < boxes; ++b)
-        TmaLoad(to.Box(b), factor, &shared.uncleared[warp], (first + b) * kBoxColumns, place.tile * kLines, place.head,
+        TmaLoad(to.Box(b), factor, &shared.uncleared, (first + b) * kBoxColumns, place.tile * kLines, place.head,
                 item.batch);
-      MbarrierWait(&shared.uncleared[warp], uncleared_parity);
+      MbarrierWait(&shared.uncleared, uncleared_parity);
     }
     uncleared_parity ^= 1;
     SyncWarp();

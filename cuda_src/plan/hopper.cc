@@ -241,7 +241,7 @@ int64_t ReserveBackward(const Target& target, const Problem& p, const KernelTili
 }
 
 // Adds the launch of a kernel that keeps a tile of Q. CTAs take tiles from a counter if tiles differ in work and there
-// are more tiles than CTAs, or with a block mask.
+// are more tiles than CTAs, or with a block mask. kUnevenTiles (scheduler/q_schedule.cuh) has the same condition.
 void AddRowLaunch(const Target& target, const Problem& p, Launch launch, Plan* plan) {
   const Features has = FeaturesOf(p);
   const bool uneven = (has.Any(kCausal) && !has.Any(kWindow)) || has.Any(kLengths | kSegments) || p.mask.ranges;

@@ -71,6 +71,7 @@ def test_any_number_of_devices(devices, layout):
     assert_close(divided(case, arrays, devices, layout), exact(case, arrays))
 
 
+# The chunks have the order of zigzag, so the layouts must agree.
 @pytest.mark.parametrize("layout", ["zigzag", Layout(np.array([[0, 3], [1, 2]], np.int32))], ids=["zigzag", "chunks"])
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_other_implementations(implementation, layout):

@@ -23,7 +23,7 @@ struct Tuning {
       !kListed && (kCausal || kWindow || (kSegments && (kTF32 || kVDim > 128)) || (kDropout && kVDim <= 64));
 
   // Do warps vote whether a masked tile is fully visible to their rows, and then skip masking? Often it is fully
-  // visible to some warps only. Or a window crosses a block, and the keys of one warpgroup are all visible. With
+  // visible to some warps only. Or warpgroups have different keys, and a window hides keys of the other one only. With
   // segments and dropout the vote costs more than it saves. It is only used where ToScores has nothing else to do.
   static constexpr bool kVote = (kSegments ? !kDropout : kListed) && kWarpgroupKeys % 32 == 0 &&
                                 (!kFormsScores || (kTiling.bias_tiles && !kScoreMod));

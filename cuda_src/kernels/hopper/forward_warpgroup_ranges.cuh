@@ -1,5 +1,5 @@
 // Causal masks, windows and segments with 256 rows in a tile: each warpgroup visits only the kv tiles that its own 64
-// rows see, clearly fewer than the kv tiles that all rows see. The producer loads the tiles that any row sees. A
+// rows see, clearly fewer than the kv tiles that any row of the tile sees. The producer loads all of the latter, and a
 // warpgroup releases the others unread (Warpgroup::SkipTiles). Then warpgroups are at different kv tiles, so they do
 // not take turns. Four warpgroups overlap well without turns.
 #pragma once

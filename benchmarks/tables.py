@@ -294,13 +294,13 @@ def deterministic(results: Results) -> str:
 @shows("attention_tangent")
 def tangent(results: Results) -> str:
     def line(row: Row) -> list[str]:
-        name = f"N = {row['T']}" + ", causal" * row["causal"]
+        name = f"d = {row['D']}, {row['N']} heads, N = {row['T']}" + ", causal" * row["causal"]
         times = row["milliseconds"]
         ours = times["jax_flash"]
         others = (f"{times[x]:.1f} ms ({times[x] / ours:.1f})" for x in ("xla", "plain"))
         return [name, {"jvp": "output and tangent", "tangent": "tangent"}[row["pass"]], f"{ours:.2f} ms", *others]
 
-    head = ["d = 64, 32 heads", "computed", "jax_flash", "jax.nn", '`implementation="xla"`']
+    head = ["", "computed", "jax_flash", "jax.nn", '`implementation="xla"`']
     return table(head, map(line, results["rows"]))
 
 

@@ -253,7 +253,7 @@ void AddRowLaunch(const Target& target, const Problem& p, Launch launch, Plan* p
   plan->launches.push_back(launch);
 }
 
-// A cluster of two CTAs has a tile of 128 queries.
+// A CTA has 64 queries. A tile of 128 has a cluster of two CTAs.
 void AddWideForward(const Problem& p, const KernelTiling& tiling, int64_t tiles, Plan* plan) {
   const int unit = AddUnit("hopper/wide_forward.cuh", DependsOn::kEveryPass, p, tiling, plan);
   const int cluster = tiling.rows / 64;
@@ -262,15 +262,23 @@ void AddWideForward(const Problem& p, const KernelTiling& tiling, int64_t tiles,
   plan->launches.push_back(launch);
 }
 
-// The number of parts of the keys with which all clusters are done the earliest.
+// The number of parts of the keys with which all clusters are done the earliest, if all keys are visible. If lengths
+// can differ, clusters have four parts on average, so that one long sequence does not decide the time.
 int64_t PartsOfLatent(const Target& target, const Problem& p, const KernelTiling& tiling, int64_t tiles) {
-  constexpr int64_t kPartOverhead = 3;  // the time to load Q and to write and merge O, in kv tiles
-  const int64_t clusters = target.multiprocessors / (tiling.rows / 64), kv_tiles = DivideUp(p.kv_len, tiling.cols);
+  constexpr int64_t kPartOverhead = 3;              // the time to load Q and to write and merge O, in kv tiles
+  constexpr int64_t kMaxBytes = int64_t(64) << 20;  // of O of all parts
+  const int64_t bytes = 4 * p.batch * p.q_heads * p.q_len * p.v_dim;  // of O of a part
+  const int64_t clusters = std::max(target.multiprocessors / (tiling.rows / 64), 1);
+  const int64_t kv_tiles = DivideUp(p.kv_len, tiling.cols);
   const auto time = [&](int64_t parts) {
     return DivideUp(tiles * parts, clusters) * (DivideUp(kv_tiles, parts) + kPartOverhead);
   };
-  int64_t best = 1;
-  for (int64_t parts = 2; parts * kMinKVTiles <= kv_tiles && parts <= target.multiprocessors; ++parts) {
+  const bool differ = p.mask.key_value_seq_lengths || p.mask.query_seq_lengths || p.mask.segment_ids || p.mask.ranges;
+  const int64_t most = std::max<int64_t>(
+      std::min({kv_tiles / kMinKVTiles, int64_t(target.multiprocessors), kMaxBytes / std::max<int64_t>(bytes, 1)}), 1);
+  const int64_t least = p.batch > 1 && differ ? std::min(DivideUp(4 * clusters, tiles), most) : 1;
+  int64_t best = least;
+  for (int64_t parts = least + 1; parts <= most; ++parts) {
     if (time(parts) < time(best)) best = parts;
   }
   return best;

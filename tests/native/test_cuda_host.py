@@ -766,3 +766,14 @@ def raises(error):
         raise error
 
     return function
+
+
+@pytest.mark.parametrize("lengths", [False, True])
+@pytest.mark.parametrize(("batch", "q_heads"), [(2, 128), (67, 128), (64, 16)])
+def test_scratch_of_split_latents(batch, q_heads, lengths):
+    """The results of all parts of the keys have at most 64 MiB, also on a GPU with one SM, or of any size."""
+    latent = {"qk_dim": 576, "v_dim": 512, "q_heads": q_heads, "kv_heads": 1, "latent": True, "q_len": 1}
+    latent |= {"batch": batch, "kv_len": 65536, "key_value_seq_lengths": lengths}
+    statistics = 2**20
+    assert 0 < scratch("sm_90a", multiprocessors=1, **latent) <= scratch("sm_90a", **latent) < 2**26 + statistics
+    assert portable_scratch(**latent) > 0

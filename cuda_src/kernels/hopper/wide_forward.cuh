@@ -12,6 +12,10 @@
 // Clusters. 64 rows do too few FLOP for each byte of K and V that the L2 delivers. So two CTAs of a cluster have
 // neighbouring rows and visit the same kv tiles. Each loads half of the boxes, for both CTAs (multicast).
 //
+// Split-KV for latents (kParts): a tile has the rows of all heads, and a CTA computes a part of the keys, which
+// ampere/forward_merge.cuh merges. V is a part of K (kVInK): two or more tiles of K stay in shared memory until both
+// warpgroups have multiplied by them as V. With up to 64 rows, a CTA is alone.
+//
 // The loop over K and V runs from right to left. Only tiles at either end of the visible range are masked.
 //
 // The host launches at most one CTA for each SM, in clusters of kCluster, with kThreads threads and

@@ -24,12 +24,14 @@ using SharedP = SharedTile<64, 1>;             // all keys of a kv tile
 using BoxOfK = SharedTile<kKeys, 1>;
 using HalfOfV = SharedTile<kKeys, kHalfBoxes>;  // of the columns
 constexpr bool kVInK = kParts;                  // are the first boxes of a tile of K its tile of V?
-static_assert(!kVInK || (kProblem.latent && 2 * kHalfBoxes <= kQKBoxes));
+static_assert(!kVInK || (kProblem.latent && 2 * kHalfBoxes <= kQKBoxes && kPage % kKeys == 0));
 constexpr int kVSlots = 3;                             // halves of V in flight
 constexpr int kVBytes = kVInK ? 16 : HalfOfV::kBytes;  // in a slot
 constexpr int kRoomForK = 224 * 1024 - SharedQ::kBytes - SharedP::kBytes - (kVInK ? 0 : kVSlots * kVBytes);
 constexpr int kBoxesOfRoom = kRoomForK / BoxOfK::kBytes;
 constexpr int kKSlots = kVInK ? kBoxesOfRoom / kQKBoxes * kQKBoxes : kBoxesOfRoom;  // boxes of K in flight
+
+static_assert(!kVInK || kKSlots >= 2 * kQKBoxes);  // a tile is only released when the next one is in use
 
 struct Shared {
   alignas(1024) uint8_t q[SharedQ::kBytes];
@@ -91,8 +93,8 @@ struct QTiles {
   __device__ __forceinline__ bool Next(const Params& p, QTile* tile, int*) { return hopper::Next(p, &schedule, tile); }
 };
 
-// Split-KV: tiles of Q, and of each tile the parts of the keys that it sees. One part of all tiles comes before the
-// next part. The first parts have one kv tile more than the last ones.
+// Split-KV, if all query heads share one key head: tiles of Q, and of each tile the parts of the keys that it sees. One
+// part of all tiles comes before the next part. The first parts have one kv tile more than the last ones.
 struct QTilesInParts {
   int next = blockIdx.x / kCluster;
 

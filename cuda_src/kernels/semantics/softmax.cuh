@@ -66,7 +66,7 @@ __device__ __forceinline__ float MinusLOfRow(const Params& p, int batch, int hea
   return kSinks && kSeparateMaximum && l != 0.0f ? fmaf(of_scores - m, kLog2e, minus_l) : minus_l;
 }
 
-// The number of rows of a head in the scratch arrays of Ampere's backward.
+// The number of rows of a head in the scratch arrays of Ampere's backward and of Hopper's for wide heads.
 __device__ __forceinline__ int PaddedRows(const Params& p) {
   return (p.q_len + kRowPadding - 1) / kRowPadding * kRowPadding;
 }

@@ -274,8 +274,8 @@ int64_t PartsOfLatent(const Target& target, const Problem& p, const KernelTiling
     return DivideUp(tiles * parts, clusters) * (DivideUp(kv_tiles, parts) + kPartOverhead);
   };
   const bool differ = p.mask.key_value_seq_lengths || p.mask.query_seq_lengths || p.mask.segment_ids || p.mask.ranges;
-  const int64_t most = std::max<int64_t>(
-      std::min({kv_tiles / kMinKVTiles, int64_t(target.multiprocessors), kMaxBytes / std::max<int64_t>(bytes, 1)}), 1);
+  const int64_t most =
+      std::max<int64_t>(std::min({kv_tiles / kMinKVTiles, int64_t(target.multiprocessors), kMaxBytes / bytes}), 1);
   const int64_t least = p.batch > 1 && differ ? std::min(DivideUp(4 * clusters, tiles), most) : 1;
   int64_t best = least;
   for (int64_t parts = least + 1; parts <= most; ++parts) {

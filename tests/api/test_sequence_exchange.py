@@ -75,7 +75,7 @@ def recorded(monkeypatch):
 
 
 def test_only_shared_chunks_are_sent(recorded):
-    """Devices 1 and 2 share the document of chunks 9 and 10. All other chunks have documents of their own."""
+    """Devices 1 and 2 share the document of chunks 9 and 10. Each other chunk is one document."""
     own = [range(8), [8, 9, *range(16, 22)], [10, *range(22, 29)], [*range(11, 16), 29, 30, 31]]
     layout = Layout(np.array([[*chunks] for chunks in own], np.int32))
     blocks = BlockMask.from_mask(np.tri(512, dtype=bool), q_block=16, kv_block=16)

@@ -14,7 +14,7 @@ import jax_flash
 
 
 def arrays_of(case, dtype):
-    """Return the arrays of a case whose value is a part of its key, and all of whose queries are valid."""
+    """Return the arrays of a case. The value is the start of the key, and all queries are valid."""
     arrays = case.arrays(dtype)
     arrays["value"] = np.ascontiguousarray(arrays["key"][..., : case.E])
     if case.lengths:

@@ -60,7 +60,7 @@ def inverse(arrays, axes, layout, devices):
 
 
 def cotangents(o, logsumexp, numpy=jnp):
-    """Return cotangents that are functions of the results. So each device computes those of its own rows."""
+    """Return cotangents that are functions of the results. So each device computes them for its rows."""
     return numpy.cos(o), numpy.sin(numpy.where(numpy.isfinite(logsumexp), logsumexp, 0))
 
 

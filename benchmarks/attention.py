@@ -1,6 +1,7 @@
 """Attention on an NVIDIA GPU: jax_flash, cuDNN and XLA (both by `jax.nn.dot_product_attention`) and PyTorch's SDPA.
 
-Includes FlashAttention-3 if dew-flash-attn is installed, and FlashAttention-4 if flash-attn-4 and PyTorch are.
+Includes FlashAttention-3 if dew-flash-attn is installed, and FlashAttention-4 if flash-attn-4 and PyTorch are. Forward
+mode (the group "tangent") includes fa4-jax, and jvp_flash_attention for PyTorch, if they are installed.
 
     python benchmarks/attention.py                        # all groups of problems: a quarter of an hour
     python benchmarks/attention.py --groups dense         # a table of docs/performance.md (see tables.py)
@@ -12,8 +13,8 @@ enqueued one after the other, so the launch of one call overlaps with the call b
 
 Rates are in TFLOP/s at the median time. FLOPs are counted as in the FlashAttention papers: 2 (D + E) per visible entry
 of S (half of all entries if causal), 2.5 times that in the backward and for a tangent alone, and 3 times for the
-forward with a tangent. With a random mask, all entries count. The
-dtype is bfloat16 unless a group specifies another.
+forward with a tangent. With a random mask, all entries count. The dtype is bfloat16 unless a group specifies another.
+In forward mode, an implementation whose results differ from those of jax_flash is left out.
 
 Problems with a window, documents, arrays or a soft cap are timed in turn with the same problem without them (column
 "dense"). Separate runs are not comparable, because the clock of a GPU depends on what ran before. A causal mask given
@@ -43,8 +44,9 @@ from rich.table import Table
 
 import jax_flash
 
-HAS_TORCH, HAS_FA3, HAS_FA4 = (
-    importlib.util.find_spec(x) is not None for x in ("torch", "dew_flash_attn", "flash_attn")
+HAS_TORCH, HAS_FA3, HAS_FA4, HAS_JVP_FLASH, HAS_FA4_JAX = (
+    importlib.util.find_spec(x) is not None
+    for x in ("torch", "dew_flash_attn", "flash_attn", "jvp_flash_attention", "fa4_jax")
 )
 TRACING = threading.Lock()
 TOKENS, WIDTH = 16384, 2048  # batch x N, heads x head dim
@@ -52,7 +54,7 @@ MATRIX_LIMIT = 2**32  # elements of S; XLA's standard attention is not measured 
 PASSES = ("forward", "backward", "both")
 FORWARD_MODE = ("jvp", "tangent")  # forward and tangent along query, key and value, or the tangent alone
 # dense: jax_flash on `Problem.dense`; plain: jax_flash in plain JAX, `implementation="xla"`.
-COLUMNS = ("jax_flash", "cudnn", "fa3", "fa4", "xla", "torch", "dense", "plain")
+COLUMNS = ("jax_flash", "cudnn", "fa3", "fa4", "xla", "torch", "dense", "plain", "jvp_flash", "fa4_jax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,7 +333,10 @@ def compiled(function: Callable[..., Any], *given: Any) -> Callable[[], Any]:
 
 
 def jax_call(problem: Problem, implementation: str, pass_: str, more: Mapping[str, Any] | None = None) -> Call:
-    """Return a pass of "jax_flash", "fa3", or jax.nn's "cudnn" or "xla". `more` has arrays that `Problem` lacks."""
+    """Return a pass of "jax_flash", "plain", "fa3", "fa4_jax", or jax.nn's "cudnn" or "xla".
+
+    `more` has arrays that `Problem` lacks.
+    """
     inputs, arrays = operands(problem)
     arrays |= more or {}
     function: Callable[..., jax.Array]
@@ -342,6 +347,11 @@ def jax_call(problem: Problem, implementation: str, pass_: str, more: Mapping[st
         import dew_flash_attn
 
         function = dew_flash_attn.flash_mha
+    elif implementation == "fa4_jax":
+        import fa4_jax
+
+        def function(query, key, value, is_causal):
+            return fa4_jax.flash_attn(query, key, value, causal=is_causal)
     else:
         function = functools.partial(jax.nn.dot_product_attention, implementation=implementation)
     function = functools.partial(function, **options(problem))
@@ -424,6 +434,26 @@ def fa4_calls(problem: Problem) -> dict[str, Call]:
     return torch_calls(problem, attend)
 
 
+def jvp_flash_call(problem: Problem) -> Call:
+    """Return the forward with a tangent of jvp_flash_attention. Its kernel computes both, in arrays [B, N, T, D]."""
+    import torch
+    from jvp_flash_attention.jvp_attention import JVPAttn
+
+    inputs = [x.swapaxes(1, 2) for x in operands(problem)[0].values()]
+    primals, tangents = (tuple(map(torch.from_dlpack, arrays)) for arrays in (inputs, map(jnp.cos, inputs)))
+    attend = functools.partial(JVPAttn.fwd_dual, causal=problem.causal)
+    return lambda: tuple(x.transpose(1, 2) for x in torch.func.jvp(attend, primals, tangents))
+
+
+def check(results: object, expected: object) -> None:
+    """Raise an error if arrays of JAX or PyTorch differ from the expected ones by more than rounding."""
+    for x, y in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        x = jnp.asarray(x if isinstance(x, jax.Array) else jnp.from_dlpack(x.contiguous()), "float32")
+        error = float(jnp.abs(x - y).max() / jnp.abs(y).max())
+        if not error < 0.05:
+            raise ValueError(f"a result differs from jax_flash by {error:.2g} of the largest entry")
+
+
 def implementations(problem: Problem, pass_: str, against: Sequence[str]) -> tuple[dict[str, Call], dict[str, str]]:
     """Return the calls of all implementations that support the pass, and the reasons why the others do not."""
     p, dense = problem, problem.dense()
@@ -446,16 +476,20 @@ def implementations(problem: Problem, pass_: str, against: Sequence[str]) -> tup
             candidates["fa4"] = lambda: fa4_calls(p)[pass_]
     if pass_ in FORWARD_MODE:  # the others have no forward mode
         candidates = {name: x for name, x in candidates.items() if name == "xla"}
-        candidates["plain"] = lambda: jax_call(p, "plain", pass_)
+        candidates |= {name: functools.partial(jax_call, p, name, pass_) for name in ("plain", "fa4_jax")}
+        if pass_ == "jvp":
+            candidates["jvp_flash"] = lambda: jvp_flash_call(p)
     if p != dense:
         candidates["dense"] = lambda: jax_call(dense, "jax_flash", pass_)
     calls, missing = {"jax_flash": jax_call(p, "jax_flash", pass_)}, {}
     for name in (x for x in against if x in candidates):
         try:
             call = candidates[name]()
-            measure.finish(call())  # the matrix may not fit into memory
+            measure.finish(result := call())  # the matrix may not fit into memory
+            if pass_ in FORWARD_MODE:
+                check(result, calls["jax_flash"]())
             calls[name] = call
-        except (ValueError, NotImplementedError, RuntimeError) as error:
+        except (ImportError, ValueError, NotImplementedError, RuntimeError) as error:
             missing[name] = str(error).splitlines()[0][:200]
     return calls, missing
 
@@ -495,6 +529,7 @@ def main() -> None:
     problems = [(name, problem, passes) for name, (passes, group) in chosen.items() for problem in group]
     packages = ["jax-flash", "jax", "jaxlib", "torch", "nvidia-cudnn-cu13", "nvidia-cuda-nvrtc"]
     packages += ["dew-flash-attn-cu13"] * HAS_FA3 + ["flash-attn-4"] * HAS_FA4
+    packages += ["jvp_flash_attention", "triton"] * HAS_JVP_FLASH + ["fa4-jax", "nvidia-cutlass-dsl"] * HAS_FA4_JAX
     results: dict[str, Any] = {"environment": measure.environment(packages), "rows": []}
     for name, problem, passes in track(problems, "Measuring attention"):
         for pass_ in (x for x in passes if x in args.passes):

@@ -58,6 +58,8 @@ NAMES = {
     "triton": "Triton",
     "dew-flash-attn-cu13": "dew-flash-attn",
     "flash-attn-4": "FlashAttention-4",
+    "jvp_flash_attention": "jvp_flash_attention",
+    "fa4-jax": "fa4-jax",
     "pykeops": "KeOps",
 }
 
@@ -293,15 +295,18 @@ def deterministic(results: Results) -> str:
 
 @shows("attention_tangent")
 def tangent(results: Results) -> str:
+    names = {"xla": "jax.nn", "plain": '`implementation="xla"`'}
+    names |= {"jvp_flash": "jvp_flash_attention (PyTorch)", "fa4_jax": "fa4-jax"}
+    measured = {x: name for x, name in names.items() if any(x in row["milliseconds"] for row in results["rows"])}
+
     def line(row: Row) -> list[str]:
         name = f"d = {row['D']}, {row['N']} heads, N = {row['T']}" + ", causal" * row["causal"]
         times = row["milliseconds"]
         ours = times["jax_flash"]
-        others = (f"{times[x]:.1f} ms ({times[x] / ours:.1f})" for x in ("xla", "plain"))
+        others = (f"{times[x]:.1f} ms ({times[x] / ours:.1f})" if x in times else "–" for x in measured)
         return [name, {"jvp": "output and tangent", "tangent": "tangent"}[row["pass"]], f"{ours:.2f} ms", *others]
 
-    head = ["", "computed", "jax_flash", "jax.nn", '`implementation="xla"`']
-    return table(head, map(line, results["rows"]))
+    return table(["", "computed", "jax_flash", *measured.values()], map(line, results["rows"]))
 
 
 # --- the other benchmarks of a GPU ------------------------------------------------------------------------------------

@@ -309,6 +309,11 @@ def tangent(results: Results) -> str:
     return table(["", "computed", "jax_flash", *measured.values()], map(line, results["rows"]))
 
 
+@shows("attention_tangent_rivals")
+def tangent_rivals(results: Results) -> str:
+    return tangent(results)
+
+
 # --- the other benchmarks of a GPU ------------------------------------------------------------------------------------
 
 

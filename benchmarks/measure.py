@@ -114,6 +114,7 @@ def environment(packages: list[str]) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join(["python", f"benchmarks/{pathlib.Path(sys.argv[0]).name}", *sys.argv[1:]]),
         **({"commit": commit} if commit else {}),
+        **({"xla_flags": flags} if (flags := os.environ.get("XLA_FLAGS")) else {}),
         "processor": processor(),
         "cores": os.cpu_count(),
         "devices": [device.device_kind for device in jax.devices()],

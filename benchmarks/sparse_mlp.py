@@ -2,13 +2,14 @@
 
     python benchmarks/sparse_mlp.py              # on a GPU a minute: 4096 -> 16384 -> 4096, 16384 tokens, bfloat16
     python benchmarks/sparse_mlp.py --tune       # on a GPU: first find the fastest tiles of the Triton kernels
+    python benchmarks/sparse_mlp.py --products   # on a GPU: also XLA's batched products instead of these kernels
 
 The masks have blocks of 128 x 128. "random" keeps a quarter of them: equally many for each block of outputs of the
 first layer, and of inputs of the second. "butterfly" is the butterfly with the low-rank term of Pixelated Butterfly. On
-a GPU the layers are also measured with XLA's batched products instead of the Triton kernels. The backward computes the
-gradients of inputs and parameters, and includes the forward. All calls are timed in turn, in one process. The ideal
-speed-up is 1 over the fraction of kept blocks. The difference compares the outputs with dense layers in float32 that
-have the same weights. It is relative, in the Euclidean norm.
+a GPU, dense products run in cuBLAS. The backward computes the gradients of inputs and parameters, and includes the
+forward. All calls are timed in turn, in one process. The ideal speed-up is 1 over the fraction of kept blocks. The
+difference compares outputs of the first tokens with dense layers in float32 that have the same weights. It is relative,
+in the Euclidean norm.
 """
 
 import argparse
@@ -33,6 +34,8 @@ from jax_flash import BlockMask, blocks_to_matrix, patterns, sparse_matrix
 from jax_flash.linen import BlockSparseDense
 
 BLOCK = 128
+CHECKED = 512  # tokens whose outputs are compared with float32
+CUBLAS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}  # XLA takes long to try its own
 FORWARD, BOTH = "forward", "forward + backward"
 DENSE, SPARSE, PRODUCTS = "dense", "sparse", "sparse, XLA's products"
 TILES = [  # tokens, step, warps, stages
@@ -87,9 +90,7 @@ class MLP(nn.Module):
         return BlockSparseDense(self.inputs, self.masks[1], **options)(x)
 
 
-def call_of(mlp: MLP, params: Any, x: jax.Array, pass_: str) -> tuple[measure.Call, float]:
-    """One pass, compiled, and the MiB of its temporaries and results."""
-
+def lowered(mlp: MLP, params: Any, x: jax.Array, pass_: str) -> jax.stages.Lowered:
     def forward(params: Any, x: jax.Array) -> Any:  # jax.jit would find mlp.apply in its cache
         return mlp.apply(params, x)
 
@@ -97,23 +98,36 @@ def call_of(mlp: MLP, params: Any, x: jax.Array, pass_: str) -> tuple[measure.Ca
         out, pull = jax.vjp(mlp.apply, params, x)
         return out, *pull(out)
 
-    compiled = jax.jit(forward if pass_ == FORWARD else both).lower(params, x).compile()
+    return jax.jit(forward if pass_ == FORWARD else both).lower(params, x)
+
+
+def compile_one(program: jax.stages.Lowered) -> jax.stages.Compiled:
+    return program.compile(compiler_options=CUBLAS)
+
+
+def mib_of(compiled: jax.stages.Compiled) -> float:
+    """MiB of temporaries and results."""
     memory: Any = compiled.memory_analysis()
-    return functools.partial(compiled, params, x), (memory.temp_size_in_bytes + memory.output_size_in_bytes) / 2**20
+    return (memory.temp_size_in_bytes + memory.output_size_in_bytes) / 2**20
 
 
-def difference(mlp: MLP, params: Any, x: jax.Array) -> float:
-    """How much the sparse layers differ from dense ones in float32 with the same weights."""
+def difference(out: jax.Array, mlp: MLP, params: Any, x: jax.Array) -> float:
+    """How much the outputs of sparse layers differ from dense layers in float32 with the same weights."""
     assert mlp.masks is not None
     layers = zip(("BlockSparseDense_0", "BlockSparseDense_1"), mlp.masks, strict=True)
-    dense = {
-        f"Dense_{i}": params["params"][name] | {"kernel": blocks_to_matrix(params["params"][name]["kernel"], mask)}
-        for i, (name, mask) in enumerate(layers)
-    }
-    wide = jax.tree.map(lambda array: array.astype(jnp.float32), ({"params": dense}, x))
+
+    @jax.jit
+    def expected(params: Any, x: jax.Array) -> Any:
+        dense = {
+            f"Dense_{i}": params["params"][name] | {"kernel": blocks_to_matrix(params["params"][name]["kernel"], mask)}
+            for i, (name, mask) in enumerate(layers)
+        }
+        wide = jax.tree.map(lambda array: array.astype(jnp.float32), ({"params": dense}, x))
+        return MLP(mlp.inputs, mlp.hidden, jnp.float32).apply(*wide)
+
     with jax.default_matmul_precision("highest"):
-        expected = MLP(mlp.inputs, mlp.hidden, jnp.float32).apply(*wide)
-    ours, theirs = (np.asarray(y, np.float64) for y in (mlp.apply(params, x), expected))
+        theirs = np.asarray(expected(params, x[:CHECKED]), np.float64)
+    ours = np.asarray(out[:CHECKED], np.float64)
     return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
 
 
@@ -170,6 +184,7 @@ def main() -> None:
     parser.add_argument(
         "--tune", action="store_true", help="first time the Triton kernels with other tiles, and take the fastest"
     )
+    parser.add_argument("--products", action="store_true", help="on a GPU, also time XLA's batched products: minutes")
     parser.add_argument("--seconds", type=float, default=8.0, help="on a CPU, spent on a row of the table")
     name = "sparse_mlp_gpu.json" if gpu else "sparse_mlp_cpu.json"
     parser.add_argument("--json", type=pathlib.Path, default=measure.RESULTS / name)
@@ -185,32 +200,40 @@ def main() -> None:
     interleave = measure.interleave_enqueued if gpu else functools.partial(measure.interleave, seconds=args.seconds)
     x = jax.random.normal(jax.random.key(1), (args.tokens, args.inputs), dtype)
     make = functools.partial(MLP, args.inputs, args.hidden, dtype)
+    masks = {name: PATTERNS[name](args.inputs, args.hidden) for name in args.patterns}
+    dense, sparse = make(), {name: make((mask, transposed(mask))) for name, mask in masks.items()}
+    params = {mlp: jax.jit(mlp.init)(jax.random.key(0), x) for mlp in (dense, *sparse.values())}
+    programs = {(DENSE, DENSE, pass_): lowered(dense, params[dense], x, pass_) for pass_ in (FORWARD, BOTH)}
+    for pattern, mlp in sparse.items():
+        for pass_ in (FORWARD, BOTH):
+            programs[pattern, SPARSE, pass_] = lowered(mlp, params[mlp], x, pass_)
+            if gpu and args.products:
+                with mock.patch.object(sparse_matrix, "_has_kernel", lambda *_: False):
+                    programs[pattern, PRODUCTS, pass_] = lowered(mlp, params[mlp], x, pass_)
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # XLA compiles without Python's lock
+        compiled = dict(zip(programs, pool.map(compile_one, programs.values()), strict=True))
+
+    environment = measure.environment(["jax-flash", "jax", "jaxlib", "flax"])
+    sizes = {"inputs": args.inputs, "hidden": args.hidden, "tokens": args.tokens, "dtype": jnp.dtype(dtype).name}
     rows: list[dict[str, Any]] = []
     table = Table(
         "mask", "kept", "pass", "dense, ms", "sparse, ms", "speed-up", "XLA's products, ms", "MiB", "difference"
     )
-    for pattern in args.patterns:
-        mask = PATTERNS[pattern](args.inputs, args.hidden)
-        dense, sparse = make(), make((mask, transposed(mask)))
-        params = {mlp: mlp.init(jax.random.key(0), x) for mlp in (dense, sparse)}
+    for pattern, mlp in sparse.items():
+        differs = difference(compiled[pattern, SPARSE, FORWARD](params[mlp], x), mlp, params[mlp], x)
         for pass_ in (FORWARD, BOTH):
-            made = {DENSE: call_of(dense, params[dense], x, pass_), SPARSE: call_of(sparse, params[sparse], x, pass_)}
-            if gpu:
-                with mock.patch.object(sparse_matrix, "_has_kernel", lambda *_: False):
-                    made[PRODUCTS] = call_of(sparse, params[sparse], x, pass_)
-            seconds = interleave({name: call for name, (call, _) in made.items()})
-            mib = {name: memory for name, (_, memory) in made.items()}
-            row = {"mask": pattern, "kept": float(mask.kept), "pass": pass_, "seconds": seconds, "mib": mib}
-            rows.append(row | {"difference": difference(sparse, params[sparse], x)})
-            median = {name: statistics.median(times) for name, times in seconds.items()}
-            shown = [f"{1e3 * median[name]:.3f}" if name in median else "–" for name in (DENSE, SPARSE, PRODUCTS)]
+            made = {way: one for (of, way, on), one in compiled.items() if of in (pattern, DENSE) and on == pass_}
+            weights = {way: params[dense if way == DENSE else mlp] for way in made}
+            seconds = interleave({way: functools.partial(one, weights[way], x) for way, one in made.items()})
+            mib = {way: mib_of(one) for way, one in made.items()}
+            kept = float(masks[pattern].kept)
+            row = {"mask": pattern, "kept": kept, "pass": pass_, "seconds": seconds, "mib": mib, "difference": differs}
+            rows.append(row)
+            measure.save(args.json, {"environment": environment, **sizes, "rows": rows})
+            median = {way: statistics.median(times) for way, times in seconds.items()}
+            shown = [f"{1e3 * median[way]:.3f}" if way in median else "–" for way in (DENSE, SPARSE, PRODUCTS)]
             shown.insert(2, f"{median[DENSE] / median[SPARSE]:.2f}")
-            table.add_row(
-                pattern, f"{mask.kept:.3f}", pass_, *shown, f"{mib[SPARSE]:.0f}", f"{rows[-1]['difference']:.1e}"
-            )
-    environment = measure.environment(["jax-flash", "jax", "jaxlib", "flax"])
-    sizes = {"inputs": args.inputs, "hidden": args.hidden, "tokens": args.tokens, "dtype": jnp.dtype(dtype).name}
-    measure.save(args.json, {"environment": environment, **sizes, "rows": rows})
+            table.add_row(pattern, f"{kept:.3f}", pass_, *shown, f"{mib[SPARSE]:.0f}", f"{differs:.1e}")
     console.print(table)
     print(f"Written: {args.json}")
 

@@ -648,15 +648,17 @@ def kernel_sums(results: Results) -> str:
 @shows("sparse_mlp_gpu")
 def sparse_mlp(results: Results) -> str:
     names = {"random": "random blocks", "butterfly": "butterfly and low rank"}
+    products = "sparse, XLA's products"
+    ways = ["sparse", *([products] if any(products in row["seconds"] for row in results["rows"]) else [])]
 
     def line(row: Row) -> list[str]:
         times = [f"{1e3 * statistics.median(row['seconds'][way]):.2f}" for way in ("dense", "sparse")]
-        faster = [number(paired(row, "dense", way)) for way in ("sparse", "sparse, XLA's products")]
+        faster = [number(paired(row, "dense", way)) for way in ways]
         mib = [f"{row['mib'][way]:.0f}" for way in ("dense", "sparse")]
         return [f"{names[row['mask']]}, {row['kept']:.0%}, {row['pass']}", *times, *faster, " / ".join(mib)]
 
-    head = ["mask, blocks kept", "dense, ms", "sparse, ms", "speed-up", "with XLA's products", "MiB: dense / sparse"]
-    return table(head, map(line, results["rows"]))
+    head = ["mask, blocks kept", "dense, ms", "sparse, ms", "speed-up", "with XLA's products"][: 3 + len(ways)]
+    return table([*head, "MiB: dense / sparse"], map(line, results["rows"]))
 
 
 # --- several devices --------------------------------------------------------------------------------------------------

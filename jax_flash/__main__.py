@@ -27,7 +27,8 @@ from jax_flash import _native, paged
 from jax_flash.block_sparse import Shape
 from jax_flash.io_model import report
 from jax_flash.operands import BROADCAST, CAPTURED, DCAPTURED, DIFFERENTIATED, DTYPES
-from jax_flash.plan import MOVING, of_tangent
+from jax_flash.plan import of_tangent
+from jax_flash.problem import MOVING
 
 NO_GPU = "no NVIDIA GPU here"
 

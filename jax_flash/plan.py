@@ -9,11 +9,9 @@ from typing import NamedTuple
 from jax.typing import ArrayLike
 
 from jax_flash import _native, checks, custom_calls, sequence
-from jax_flash.operands import BROADCAST, CAPTURED, TANGENTS
 from jax_flash.problem import Problem, checked_problem
 
 FAMILIES = {80: "ampere", 90: "hopper"}  # of contract.h
-MOVING = (*(name for name in TANGENTS if name not in CAPTURED), "scale")  # the arguments of calls with tangents
 
 
 class Kernel(NamedTuple):
@@ -137,18 +135,9 @@ def of_tangent(problem: Problem, tangents: Sequence[str]) -> Problem:
     Raises:
       TypeError, ValueError: as in `explain`.
     """
-    if isinstance(tangents, str):
-        raise TypeError(f"tangents must be a sequence of names, not {tangents!r}")
-    for name in tangents:
-        if name not in MOVING:
-            raise ValueError(f"tangents must be some of {', '.join(MOVING)}, not {checks.described(name)}")
-        if name in BROADCAST and problem.extents[name] is None:
-            raise ValueError(f"tangents has {name!r}, but the problem has no {name}")
-    if problem.page:
-        raise ValueError("paged attention is for inference and has no tangent: leave out tangents")
-    if "scale" in tangents:  # its tangent is a part of the query's
-        problem, tangents = problem.without_rounding, (*tangents, "query")
-    moving = tuple(name for name in TANGENTS if name in tangents)
+    moving = problem.with_tangents(tangents)
+    if "scale" in tangents:
+        problem = problem.without_rounding
     if reason := custom_calls.refusal(problem, "cuda", moving):
         raise ValueError(f"the tangent is computed in plain JAX, which is slower: {reason}")
     return problem.along(moving)

@@ -34,6 +34,7 @@ from jax_flash.scores import Score
 # The functions that check a call and return its problem, by the method of `Problem` that calls them. Modules that check
 # calls create problems, so they import this module and add their functions here (`arguments.creates_problems`).
 CALL_CHECKS: dict[str, Callable[..., Problem]] = {}
+MOVING = (*(name for name in TANGENTS if name not in CAPTURED), "scale")  # the arguments of calls with tangents
 
 
 @jax.tree_util.register_static
@@ -200,6 +201,23 @@ class Problem(Description):
         score = dataclasses.replace(self.score, score_grad=score_grad)
         return dataclasses.replace(self, latent=False, captured=captured, score=score, requested=requested, **changes)
 
+    def with_tangents(self, tangents: Sequence[str]) -> tuple[str, ...]:
+        """Return the operands that have tangents if these arguments do. The scale's is a part of the query's.
+
+        Raises:
+          TypeError, ValueError: as in `explain`.
+        """
+        if isinstance(tangents, str):
+            raise TypeError(f"tangents must be a sequence of names, not {tangents!r}")
+        for name in tangents:
+            if name not in MOVING:
+                raise ValueError(f"tangents must be some of {', '.join(MOVING)}, not {checks.described(name)}")
+            if name in BROADCAST and self.extents[name] is None:
+                raise ValueError(f"tangents has {name!r}, but the problem has no {name}")
+        if self.page:
+            raise ValueError("paged attention is for inference and has no tangent: leave out tangents")
+        return tuple(x for x in TANGENTS if x in tangents or (x == "query" and "scale" in tangents))
+
     def along(self, moving: Sequence[str]) -> Problem:
         """Return the problem of the tangent along the tangents of these operands.
 
@@ -237,11 +255,12 @@ class Problem(Description):
         captured = [name for name, x in zip(DCAPTURED, self.captured, strict=False) if x.gradient]
         return (*self.requested, *captured)
 
-    def flops(self, backward: bool = False) -> int:
+    def flops(self, backward: bool = False, tangents: Sequence[str] = ()) -> int:
         """Return the floating point operations of one pass, counted as model FLOPs (the convention of the papers).
 
         The forward has 2 · (D + E) operations for each pair of a query and a key that may attend, and for each query
-        head. The backward has 2 · (3 D + 2 E), including 2 · D to recompute the scores.
+        head. The backward has 2 · (3 D + 2 E), including 2 · D to recompute the scores. The tangent pass of forward
+        mode has as many if query, key and value have tangents. It needs fewer products if only some of them do.
 
         Only `is_causal`, a `local_window_size` of Python ints, and a `mask_mod` that equals one of these reduce the
         count. A problem does not contain the values of arrays. So it ignores masks that are arrays or other functions,
@@ -253,13 +272,21 @@ class Problem(Description):
 
         Args:
           backward: whether to count the backward alone instead of the forward.
+          tangents: the arguments that have a tangent, as in `explain`. With them, the tangent pass alone is counted.
 
         Raises:
-          TypeError: if `backward` is not a bool.
-          ValueError: if a size is symbolic, or for the backward of paged attention, which does not exist.
+          TypeError: if an argument has a wrong type.
+          ValueError: if a size is symbolic, if `tangents` has a wrong name or is given with `backward`, or for a
+            derivative of paged attention, which does not exist.
         """
         self._check_cost("flops", backward)
+        if backward and tangents:
+            raise ValueError("tangents are of the forward: leave out backward=True")
         by_d, by_e = (3, 2) if backward else (1, 1)  # the products S, dQ, dK over D, and O or dP, dV over E
+        if tangents:
+            moving = self.with_tangents(tangents)
+            by_d += ("query" in moving) + ("key" in moving)
+            by_e = ("value" in moving) + (not {*moving}.issubset(OUTSIDE_SCORES))
         each = 2 * int(self.mask.count(self.q_len, self.kv_len)) * (by_d * self.qk_dim + by_e * self.v_dim)
         return self.batch * self.q_heads * each
 

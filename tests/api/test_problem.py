@@ -233,6 +233,27 @@ def test_flops_count_visible_entries(options, sizes):
     assert problem.flops(backward=True) == 2 * visible * (3 * 16 + 2 * 24) * case.B * case.N
 
 
+@pytest.mark.parametrize(
+    ("tangents", "by_d", "by_e"),
+    [
+        ("query key value", 3, 2),
+        ("query", 2, 1),
+        ("scale", 2, 1),
+        ("scale query key", 3, 1),
+        ("value", 1, 1),
+        ("bias", 1, 1),
+    ],
+)
+def test_flops_of_tangents(tangents, by_d, by_e):
+    value = jax.ShapeDtypeStruct((*Q.shape[:3], 24), Q.dtype)
+    bias = jax.ShapeDtypeStruct((1, 1, Q.shape[1], Q.shape[1]), "float32")
+    problem = Problem.of(Q, Q, value, bias)
+    each = problem.flops() // (16 + 24)
+    assert problem.flops(tangents=tangents.split()) == each * (by_d * 16 + by_e * 24)
+    with pytest.raises(ValueError, match="leave out backward=True"):
+        problem.flops(backward=True, tangents=tangents.split())
+
+
 def test_flops_of_dynamic_masks():
     offset = jax.ShapeDtypeStruct((2,), "int32")
     bound = Problem.of(Q, Q, Q, is_causal=True, query_offset=offset)

@@ -225,8 +225,9 @@ struct PartsOfTile {
   FIELD(int, parts, layout.parts)                                                                                     \
   /* With kFusedRows: the number of heads with scratch at a time, */                                                  \
   FIELD(int, scratch_heads, layout.heads)                                                                             \
-  /* and the number of last heads, whose tiles may be interleaved; at most scratch_heads. */                          \
-  FIELD(int, last_heads, layout.last_heads)                                                                           \
+  /* and the number of last heads, whose kv tiles may be interleaved; at most scratch_heads. With kOrdered, the kv */ \
+  /* tiles of all heads are interleaved, this many heads at a time. */                                                \
+  FIELD(int, heads_at_a_time, layout.heads_at_a_time)                                                                 \
   FIELD(float*, maximum, at(layout.maximum)) /* m, with kSeparateMaximum on Hopper */                                 \
   /* Split-KV: O, l and m of each part, [part, batch, head, row]; if balanced, [part, kv head, row of the q tile]. */ \
   FIELD(float*, o_parts, at(layout.o_parts))                                                                          \

@@ -43,7 +43,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-PRODUCT_TILE, GRADIENT_TILE = Tile(256, 64, 8, 3), Tile(256, 64, 8, 3)
+PRODUCT_TILE, GRADIENT_TILE = Tile(128, 64, 4, 3), Tile(256, 64, 8, 3)
 
 
 class Lists(NamedTuple):

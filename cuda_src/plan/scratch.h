@@ -25,7 +25,7 @@ struct Scratch {
   int64_t prepared = -1, added = -1;                  // s32 [batch, head]
   int64_t dk_sum = -1, dv_sum = -1;                   // f32 [batch, key's head, padded key, dim]
   int parts = 1;                                      // of the bias, or of the keys, or stretches of the keys
-  int heads = 0, last_heads = 0;                      // see contract.h
+  int heads = 0, heads_at_a_time = 0;                 // see contract.h
   int64_t bytes = 0;                                  // size of the buffer
 
   // Reserves an array, if no launch before has reserved it.

@@ -136,6 +136,28 @@ def test_deterministic_backward_is_reproducible(options, dim, dtype):
         np.testing.assert_allclose(x, expected, atol=0.02 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_deterministic_backward_of_packed_sequences(dim, causal):
+    q, k, v = (normal(i, 5000, h, dim) for i, h in enumerate((16, 8, 8)))
+    ends = np.array([0, 100, 100, 1500, 1503, 4900])
+
+    def gradient(**options):
+        def loss(q, k, v):
+            o = jax_flash.varlen_attention(q, k, v, ends, is_causal=causal, **options)
+            return (o.astype(jnp.float32) ** 2).sum()
+
+        return jax.jit(jax.grad(loss, (0, 1, 2)))
+
+    same = gradient(deterministic=True)
+    first = same(q, k, v)
+    for _ in range(20):
+        jax.tree.map(np.testing.assert_array_equal, same(q, k, v), first)
+    for x, expected in zip(first, gradient()(q, k, v), strict=True):
+        x, expected = np.asarray(x, np.float32), np.asarray(expected, np.float32)
+        np.testing.assert_allclose(x, expected, atol=0.02 * np.abs(expected).max())
+
+
 def test_deterministic_backward_with_a_bias():
     q, k, v = (normal(i, 2, 1000, h, 64) for i, h in enumerate((4, 2, 2)))
     bias, sinks = normal(3, 1, 4, 1, 1000), normal(4, 4)

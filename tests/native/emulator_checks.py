@@ -161,6 +161,7 @@ def test_chunks(case, dtype):
         ((200, 60, 40), (130, 300, 0), Case(N=1, K=1, D=128, E=128, window=(90, 20), sinks=2.0), "float16"),
         ((70, 130), (140, 70), Case(N=2, K=2, D=64, E=64, causal=True, dropout=0.2, soft_cap=2.0), "bfloat16"),
         ((60, 90), (140, 80), Case(N=2, K=1, D=192, E=128, causal=True), "bfloat16"),
+        ((0, 200, 40, 90), (130, 300, 0, 80), Case(N=2, K=1, D=128, E=64, deterministic=True), "bfloat16"),
         ((70, 90), (140, 80), Case(N=2, K=1, D=64, E=40, causal=True, deterministic=True), "float32"),
         ((1, 1, 0, 2), (700, 20, 30, 350), Case(N=8, K=2, D=64, E=64, causal=True), "bfloat16"),
     ],
@@ -440,6 +441,10 @@ def test_more_heads_than_scratch_with_a_block_mask():
         Case(B=2, T=300, S=400, N=1, K=1, D=128, E=72, lengths=True),
         Case(B=2, T=200, S=400, N=2, K=2, D=64, E=64, causal=True, offset=True, dropout=0.2, sinks=2.0),
         Case(B=1, T=300, S=400, N=2, K=1, D=96, E=64, window=(90, 20), lengths=True),
+        # rows beyond the lengths, whose range of keys is empty
+        Case(B=2, T=300, S=300, N=1, K=1, D=64, E=64, window=(90, 20), traced=True, lengths=True),
+        # pairs of CTAs
+        Case(B=2, T=200, S=300, N=2, K=1, D=192, E=136, causal=True, lengths=True, sinks=2.0),
     ],
     ids=str,
 )
@@ -608,6 +613,7 @@ SEVERAL_TILES = {
         "bfloat16",
     ),
     "clusters": (Case(B=1, T=130, S=200, N=3, K=1, D=256, E=256, causal=True, dropout=0.2), "bfloat16"),
+    "turns of clusters": (Case(B=1, T=130, S=300, N=2, K=1, D=256, E=256, causal=True, deterministic=True), "bfloat16"),
     "wide heads": (Case(B=1, T=330, S=330, N=2, K=1, D=264, E=264, causal=True), "bfloat16"),
     "wide heads with empty tiles": (Case(B=3, T=260, S=330, N=1, K=1, D=320, E=512, lengths=True), "bfloat16"),
     "O in boxes": (Case(B=1, T=300, S=70, N=3, K=1, D=192, E=192), "float16"),

@@ -45,7 +45,7 @@ def test_explanation_matches_plan():
             "16 x 48$",
         ),
         ({"q_len": 1, "kv_len": 4096}, False, "few queries see many keys"),
-        ({"deterministic": True, "qk_dim": 256}, True, "a separate kernel for Ampere and later sums dQ"),
+        ({"deterministic": True, "segment_ids": True}, True, "a separate kernel for Ampere and later sums dQ"),
         ({"qk_dim": 512, "drop_threshold": 3277}, False, "its tiles of 128 x 64 do not support dropout$"),
         ({"qk_dim": 512, "drop_threshold": 3277}, True, "its tiles of 64 x 64 do not support dropout$"),
         ({"qk_dim": 512}, True, "head dims above 256: a separate kernel sums dQ in a fixed order"),

@@ -404,11 +404,11 @@ std::string Launch(const Kernel& kernel, unsigned blocks, unsigned threads, unsi
   if (blocks == 0 || threads == 0 || threads > 1024 || threads % 32 != 0 || shared_bytes > 227 * 1024) {
     return "a grid that cannot be: " + std::to_string(blocks) + " x " + std::to_string(threads);
   }
-  // Only Hopper's kernels have this many threads and dynamic shared memory. Their grids are persistent: with fewer
-  // blocks, each has more tiles.
+  // Only Hopper's kernels have this many threads and dynamic shared memory. Without clusters their grids are
+  // persistent: with fewer blocks, each has more tiles.
   const bool hopper = threads >= 384 && shared_bytes > 0;
   if (blocks % kernel.cluster != 0) return std::to_string(blocks) + " blocks in clusters of several";
-  if (hopper) blocks = std::min(blocks, kPersistentBlocks);
+  if (hopper && kernel.cluster == 1) blocks = std::min(blocks, kPersistentBlocks);
   State launch = {};
   launch.shared_bytes = shared_bytes, launch.kernel = &kernel, launch.arguments = arguments;
   if (const char* const seed = std::getenv("JAX_FLASH_EMULATE_SEED")) launch.random.emplace(std::atoi(seed));

@@ -182,6 +182,7 @@ const struct {
     {"barrier.cluster.wait", [](Step&) { WaitForCluster(); }},
     {"mapa.shared::cluster.u32", [](Step& s) { s.Set(0, (s[1] & 0xFFFFFF) | s[2] << 24); }},
     {"ld.shared.b32", LoadShared},
+    {"ld.shared::cluster.u32", LoadShared},
     {"ldmatrix.", Ldmatrix},
     {"stmatrix.", Stmatrix},
     {"movmatrix.", Movmatrix},

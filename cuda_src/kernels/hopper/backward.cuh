@@ -178,7 +178,7 @@ struct Consumer : Epilogue {
     }
   }
 
-  // With kOrdered: waits until all tiles of dQ so far have left shared memory.
+  // With kStagesDQ: waits until all tiles of dQ so far have left shared memory.
   __device__ __forceinline__ void WaitForAdders() {
     Ring<kStages> of = at;
     for (int i = 0; i < kStages; ++i) {
@@ -200,6 +200,7 @@ struct Consumer : Epilogue {
     const bool more = NextTile();
     if (kFusedRows && (!more || !Tuning::kDelayedDQ)) TmaWaitAll();  // all dQ so far have been added
     TmaWaitRead<0>();  // waits until the stores of the previous tile's gradients have read shared memory
+    if (kStagesDQ && !more) EndDQ();
     if (!more) return false;
     const KVTile& tile = TileHere();
     SyncConsumers();
@@ -215,7 +216,7 @@ struct Consumer : Epilogue {
       if (kFusedRows && Uniform(tile.batch) < 0) return true;  // a tile of Producer::Flush: no dK or dV to store
     }
     if (kSumKV || !kStoredInDS) TmaWaitRead<0>();
-    if (kOrdered && !kStoredInDS) WaitForAdders();
+    if (kStagesDQ && !kStoredInDS) WaitForAdders();
     SyncConsumers();  // waits until the last dQ has read all of dS
     if constexpr (kSumKV) {
       if (kDV) AddGradient<kVDim, 0>(dV, p.dv_sum, tile);
@@ -239,7 +240,6 @@ __device__ __forceinline__ void Consume(const Params& p, Shared& shared, const T
   SetMaxRegistersUp<Consumer::kRegisters>();
   Consumer consumer(p, shared);
   while (consumer.ComputeKVTile(dk_map, dv_map)) continue;
-  if constexpr (kOrdered) consumer.EndDQ();
   if (!kFusedRows) return;
   SyncConsumers();
   // The producer reports a tile of this CTA when it loads a later one. After the last tile it loads none.
@@ -269,9 +269,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
       MbarrierInit(&shared.do_t_full, ArrivalsOf(kTransposers));
       MbarrierInit(&shared.do_t_empty, ArrivalsOf(kDOReaders));
     }
-    for (int s = 0; kOrdered && s < kStages; ++s) {
+    for (int s = 0; kStagesDQ && s < kStages; ++s) {
       MbarrierInit(&shared.dq_full[s], ArrivalsOf(4 * (kSecondDQWidth > 0 ? kConsumers : 1)));
       MbarrierInit(&shared.dq_empty[s], 1);
+    }
+    if (kOrdered && kPairs) {
+      MbarrierInit(&shared.turn_wanted, 1), MbarrierInit(&shared.turn_begins, 1);
+      MbarrierInit(&shared.turn_ends, ArrivalsOf(4));
+      if (ClusterRank() == 0) shared.number = atomicAdd(p.tile_counter, 1);
     }
     for (int i = 0; i < 6; ++i) MbarrierInit(&shared.rows_full[i / 2][i % 2], 1);
     if (kEmptyRows) shared.uncleared[0].Init(), shared.uncleared[1].Init();
@@ -292,7 +297,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
     if constexpr (kTF32) {
       if (threadIdx.x >= 32) Transposer{shared}.Run();
     }
-    if constexpr (kOrdered) {
+    if constexpr (kOrdered && kPairs) {
+      if (threadIdx.x == 32) TurnKeeper{p, shared}.Run();
+    } else if constexpr (kOrdered) {
       if (threadIdx.x == 32 || threadIdx.x == 64) DQAdder{p, shared, int(threadIdx.x) / 32 - 1}.Run();
     }
     if constexpr (kFusedRows) {

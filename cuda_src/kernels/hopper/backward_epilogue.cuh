@@ -66,7 +66,7 @@ struct Epilogue : Probabilities {
     if (kWidth == 0) return;
     float* staged = reinterpret_cast<float*>(StagedDQ(shared, of.index)) +
                     (row_block % (kRows / 64) * 4 + warp) * 16 * kQKDim + 16 * first_dim;
-    if constexpr (kOrdered) {
+    if constexpr (kStagesDQ) {
       MbarrierWait(&shared.dq_empty[of.index], of.parity ^ 1);
       Stage<0, kWidth>(dQ.C, staged);
       PassOn({row_block, TileHere().first_key}, of);
@@ -77,7 +77,7 @@ struct Epilogue : Probabilities {
     }
   }
 
-  // With kOrdered: passes a tile of dQ to the thread that adds it. This warp holds a part of the tile.
+  // With kStagesDQ: passes a tile of dQ to the thread that adds it. This warp holds a part of the tile.
   __device__ __forceinline__ void PassOn(const DQTile& tile, const Ring<kStages>& of) {
     if (threadIdx.x == kWarpgroup) shared.dq_tile[of.index] = tile;
     Release(&shared.dq_full[of.index]);

@@ -2,7 +2,8 @@
 //
 // The consumers leave a tile of dQ in shared memory. One of two idle warps of the producer warpgroup waits for this
 // CTA's turn, adds the tile to the sum in HBM, and passes the turn on. The warps alternate, so one passes the turn on
-// while the other adds the next tile.
+// while the other adds the next tile. With kPairs there is no shared memory for dQ. So the consumers add it themselves,
+// and an idle warp waits for their turn and passes it on.
 //
 // The order: the last kv tile of a head comes first, and each CTA starts at the first rows that see its keys. So kv
 // tiles add to a q tile in descending order. With a causal mask, kv tiles that start together reach a q tile one step
@@ -10,14 +11,43 @@
 // (DescendingKVTiles in scheduler/kv_schedule.cuh).
 //
 // There is no deadlock for any number of concurrent CTAs. CTAs take kv tiles in this order from a counter, and wait
-// only for tiles taken before. The order of additions does not depend on the number of CTAs.
+// only for tiles taken before. The order of additions does not depend on the number of CTAs. With kPairs, each cluster
+// takes one tile, and the grid has a cluster for each tile.
 #pragma once
 
 #include "hopper/backward_tiles.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/counter.cuh"
 #include "ptx/tma.cuh"
 
 namespace jax_flash::hopper::backward {
+
+// The turn of a CTA at a tile of dQ, or with kPairs at its half of the columns.
+struct Turn {
+  int* count;  // the kv tiles that have been added
+  int before;  // the kv tiles that come before this one: those after it whose keys the rows see
+  // Masks hide all keys of the kv tile from the rows, so it adds only zeros. Then it has no turn. Rows that are masked
+  // by lengths can have such tiles.
+  bool hidden;
+
+  __device__ __forceinline__ Turn(const Params& p, const DQTile& tile) {
+    const int row_tile = tile.row_block / (kRows / kRowBlock);
+    count = p.added + row_tile * kCluster + (kPairs ? ClusterRank() : 0);
+    const int blocks = BlocksOfHead(p), head = tile.row_block / blocks;
+    const int row = tile.row_block - head * blocks;
+    const Positions positions = PositionsOf(p, head / p.q_heads);
+    const auto keys = AnyRowKeys(positions, int64_t(row) * kRowBlock, int64_t(row) * kRowBlock + kRows);
+    before = int(keys.hi - 1) / kBackwardKeys - tile.first_key / kBackwardKeys;
+    hidden = before < 0;
+  }
+
+  // Waits until all kv tiles before have been added.
+  __device__ __forceinline__ void Wait() const {
+    if (before > 0) WaitForCount<20>(count, before);
+  }
+  // Passes the turn on.
+  __device__ __forceinline__ void PassOn() const { Count(count, true); }
+};
 
 // A thread that adds the tiles of dQ from one of the two buffers.
 struct DQAdder {
@@ -33,12 +63,11 @@ struct DQAdder {
       float* const sum = p.dq_sum + int64_t(tile.row_block) * (kRowBlock * kQKDim);
       const float* const staged = reinterpret_cast<const float*>(StagedDQ(shared, stage));
       constexpr int kBytes = kRows * kQKDim * 4;
-      int* const count = p.added + tile.row_block / (kRows / kRowBlock);
-      const int before = AddedBefore(tile);
-      if (before == 0) {
+      const Turn turn(p, tile);
+      turn.Wait();
+      if (turn.before == 0) {
         BulkStore(sum, staged, kBytes);
-      } else {
-        WaitForCount<20>(count, before);
+      } else if (!turn.hidden) {
         FenceProxyAsyncGlobal();
         BulkReduceAdd(true, sum, staged, kBytes);
       }
@@ -47,17 +76,27 @@ struct DQAdder {
       MbarrierArrive(&shared.dq_empty[stage]);
       TmaWaitAll();
       FenceProxyAsyncGlobal();
-      Count(count, true);
+      if (!turn.hidden) turn.PassOn();
     }
   }
+};
 
-  // The number of kv tiles that add to this q tile before this one: the tiles after it that these rows see.
-  __device__ __forceinline__ int AddedBefore(const DQTile& tile) const {
-    const int blocks = BlocksOfHead(p), head = tile.row_block / blocks;
-    const int row = (tile.row_block - head * blocks) / (kRows / kRowBlock), key_tile = tile.first_key / kKeys;
-    const Positions positions = PositionsOf(p, head / p.q_heads);
-    const auto keys = AnyRowKeys(positions, int64_t(row) * kRows, int64_t(row + 1) * kRows);
-    return int(keys.hi - 1) / kKeys - key_tile;
+// With kPairs: the thread that waits for the consumers' turns and passes them on.
+struct TurnKeeper {
+  const Params& p;
+  Shared& shared;
+
+  __device__ __forceinline__ void Run() {
+    for (uint32_t parity = 0;; parity ^= 1) {
+      MbarrierWait(&shared.turn_wanted, parity);
+      const DQTile tile = shared.dq_tile[0];
+      if (tile.row_block < 0) return;
+      const Turn turn(p, tile);
+      turn.Wait();
+      MbarrierArrive(&shared.turn_begins);
+      MbarrierWait(&shared.turn_ends, parity);
+      if (!turn.hidden) turn.PassOn();
+    }
   }
 };
 

@@ -103,7 +103,10 @@ struct ConsumerOfDS : Epilogue {
   // Computes the next kv tile. Returns false at the end.
   __device__ __forceinline__ bool ComputeKVTile(const TensorMap* dk_map, const TensorMap* dv_map) {
     Clear(dK);
-    if (!NextTile()) return false;
+    if (!NextTile()) {
+      if (kOrdered) WantTurn(-1);
+      return false;
+    }
     const KVTile& tile = TileHere();
     if (Uniform(tile.steps) > 0) {
       if (kDS) BarrierArrive(kPRead, 2 * kWarpgroup);  // the other warpgroup may write P
@@ -128,6 +131,7 @@ struct ConsumerOfDS : Epilogue {
     MbarrierWait(&shared.do_full[at.index], at.parity);
     if (kDS) IssueKeysTimesRows<kVDim>(dP, SharedV{shared.v}, SharedDO{shared.d_o[at.index]}, false);  // 17
     const Step step = StepHere();
+    if (kOrdered) WantTurn(step.row_block);
     if (kDS) {
       ReceiveP(shared.staging, step.last);
       WgmmaWait<0>();
@@ -228,6 +232,13 @@ struct ConsumerOfDS : Epilogue {
     PeerArrive(&shared.ds_empty[ds_at.Before().index], ArrivesForWarp(lane));
   }
 
+  // With kOrdered: asks for the turn to add this tile of dQ. A negative index ends the thread that keeps turns.
+  __device__ __forceinline__ void WantTurn(int row_block) {
+    if (threadIdx.x % kWarpgroup > 0) return;
+    shared.dq_tile[0] = {row_block, TileHere().first_key};
+    MbarrierArrive(&shared.turn_wanted);
+  }
+
   // Adds dQ to the sums in HBM. If there is room (up to head dim 192), dQ goes through shared memory, so this warpgroup
   // does not wait for the L2.
   __device__ __forceinline__ void AddDQ(int row_block) {
@@ -237,10 +248,16 @@ struct ConsumerOfDS : Epilogue {
       TmaWaitRead<0>();
       AddColumns<0, kHalfColumns>(to, dQ, shared.dq + warp * 16 * kHalfColumns, dims);
     } else {
+      // The barrier completes a phase in each step, like the ring of two stages.
+      if (kOrdered) MbarrierWait(&shared.turn_begins, at.Before().index);
 #pragma unroll
       for (int r = 0; r < kHalfColumns / 8; ++r) {
         if (kQKDim == 2 * kHalfColumns || 8 * r < dims)
           AddToGlobal(to + r * 128, {dQ[4 * r], dQ[4 * r + 1], dQ[4 * r + 2], dQ[4 * r + 3]});
+      }
+      if (kOrdered) {
+        SyncWarp();
+        Release(&shared.turn_ends);
       }
     }
   }

@@ -13,15 +13,17 @@
 
 namespace jax_flash::hopper::backward {
 
-__device__ __forceinline__ auto MakeSchedule(const Params& p) {
+__device__ __forceinline__ auto MakeSchedule(const Params& p, const Shared& shared) {
   if constexpr (kFusedRows) {
     return DynamicKVTiles(p);
   } else if constexpr (kListed && kPairs) {
     return StaticLists<kCluster>(p);
   } else if constexpr (kListed) {
     return DynamicLists(p);
+  } else if constexpr (kOrdered && kPairs) {
+    return DescendingKVTiles<OneNumber>(p, ClusterRank() == 0 ? shared.number : PeerLoad(&shared.number));
   } else if constexpr (kOrdered) {
-    return DescendingKVTiles(p);
+    return DescendingKVTiles<DynamicNumbers>(p);
   } else {
     return StaticSchedule<kCluster>();
   }
@@ -42,7 +44,7 @@ struct Producer {
     const int heads = kSumKV ? p.q_heads : p.kv_heads;        // an item is a kv tile of one of these
     const int group = kFusedRows ? 1 : p.q_heads / heads;     // heads of Q that an item loops over
     const int sharing = kSumKV ? p.q_heads / p.kv_heads : 1;  // heads among `heads` that share a head of K
-    auto schedule = MakeSchedule(p);
+    auto schedule = MakeSchedule(p, shared);
     int item, t;
     while (schedule.Next(p.batch * heads, tiles, &item, &t)) {
       WaitForRows(item);
@@ -100,7 +102,7 @@ struct Producer {
   __device__ __forceinline__ void RunListed() {
     constexpr int kClusterKeys = kKeys * kCluster, kTiles = kTilesOfColumn<kClusterKeys>;
     static_assert(!kListed || kTiles > 0);
-    auto schedule = MakeSchedule(p);
+    auto schedule = MakeSchedule(p, shared);
     int item, t;
     while (schedule.Next(p.batch * p.kv_heads, ListedColumnTiles<kClusterKeys>(p), &item, &t)) {
       WaitForRows(item);

@@ -101,12 +101,12 @@ __device__ __forceinline__ void StoreL(const Params& p, const RowBlock& block, i
   }
 }
 
-// Does the main kernel overwrite all of dQ of a block before it adds to it? It does if it adds in a fixed order and the
-// rows see keys.
+// Does the main kernel overwrite all of dQ of a block before it adds to it? It does up to head dim 128 if it adds in a
+// fixed order and the rows see keys.
 __device__ __forceinline__ bool StoresDQ(const Params& p, const RowBlock& block) {
   const int tile = block.row / kTiling.rows * kTiling.rows;
   const auto keys = AnyRowKeys(PositionsOf(p, block.batch), tile, tile + kTiling.rows);
-  return kTiling.ordered && keys.lo < keys.hi;
+  return kTiling.ordered && kQKDim <= 128 && kVDim <= 128 && keys.lo < keys.hi;
 }
 
 // Each CTA prepares a block of rows: zeros for dQ, L and D.

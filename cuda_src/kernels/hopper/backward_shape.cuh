@@ -33,7 +33,7 @@ constexpr bool kInterleavedHeads = kTiling.interleaved_heads;
 static_assert(!kInterleavedHeads || (kCausal && !kFusedRows && !kListed));
 // Do CTAs add to dQ in a fixed order (hopper/backward_ordered.cuh)?
 constexpr bool kOrdered = kTiling.ordered;
-static_assert(!kOrdered || (kDQ && !kTF32 && !kPairs && !kFusedRows && !kInterleavedHeads && !kListed && !kSegments));
-static_assert(!kOrdered || (!kProblem.ranges && kStages == 2));
+static_assert(!kOrdered || (kDQ && !kTF32 && !kFusedRows && !kInterleavedHeads && !kListed && !kSegments));
+static_assert(!kOrdered || kStages == 2);
 
 }  // namespace jax_flash::hopper::backward

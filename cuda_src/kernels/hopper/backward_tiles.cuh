@@ -70,11 +70,12 @@ struct Step {
   bool last;  // is it the last step of this kv tile?
 };
 
-// A tile of dQ on its way to HBM, with kOrdered.
+// With kOrdered: a tile of dQ on its way to HBM.
 struct DQTile {
   int row_block;  // index of its first 64 rows in scratch; < 0: no more tiles
   int first_key;  // the first of the keys that it sums over
 };
+constexpr bool kStagesDQ = kOrdered && !kPairs;  // does it wait for its turn in shared memory?
 
 constexpr int kSumBytes = 8 * 16 * kBoxColumns * 4;  // 16 rows of a box of dK or dV in f32, for each consumer warp
 constexpr int kStagingBytes = kPairs ? kRows * kKeys * 4 : kSumKV ? kSumBytes : kRows * kQKDim * 4;
@@ -92,7 +93,7 @@ struct Shared {
   // dQ in f32 before it is added to HBM; at the end dK, if dV and dK do not fit into ds. With kPairs: at the start of a
   // kv tile the columns of K that only S needs, later P on its way from one warpgroup to the other.
   alignas(1024) uint8_t
-      staging[(kStagingBytes > SharedK::kBytes || kPairs ? kStagingBytes : SharedK::kBytes) * (kOrdered ? 2 : 1)];
+      staging[(kStagingBytes > SharedK::kBytes || kPairs ? kStagingBytes : SharedK::kBytes) * (kStagesDQ ? 2 : 1)];
   // With kPairs, if dQ is one step behind: dQ in f32 before it is added to HBM.
   alignas(16) float dq[kPairs && Tuning::kDelayedDQ ? 64 * kHalfColumns : 1];
   alignas(kBiasTiles ? 1024 : 1) uint8_t bias[kBiasTiles ? kStages : 1][kBiasTiles ? kBiasTile : 1];  // comes with q
@@ -108,6 +109,10 @@ struct Shared {
   // With kOrdered: the tiles of dQ in `staging`.
   DQTile dq_tile[kOrdered ? kStages : 1];
   uint64_t dq_full[kOrdered ? kStages : 1], dq_empty[kOrdered ? kStages : 1];
+  // With kOrdered and kPairs: the consumers' turn to add dq_tile[0] to the sums, and the number of the cluster's kv
+  // tile, in the first CTA.
+  uint64_t turn_wanted, turn_begins, turn_ends;
+  int number;
   // With kFusedRows: two buffers for each warp that prepares and finishes rows.
   alignas(kFusedRows ? 1024 : 1) uint8_t rows[3][2][kFusedRows ? kRowsBytes : 1];
   alignas(16) uint8_t zeros[kFusedRows ? kRowsBytes : 1];
@@ -125,9 +130,9 @@ static_assert(!kTF32 || kTF32SameKeys || sizeof(Shared::ds) >= sizeof(Shared::k)
 static_assert(sizeof(Shared::v) >= SharedV::kBytes);
 static_assert(!kSumKV || (kSumBytes <= sizeof(Shared::ds) && kStagingBytes >= kRows * kQKDim * 4));
 
-// The memory through which a tile of dQ leaves. With kOrdered there are two.
+// The memory through which a tile of dQ leaves. With kStagesDQ there are two.
 __device__ __forceinline__ uint8_t* StagedDQ(Shared& shared, int stage) {
-  return shared.staging + (kOrdered ? stage * int(sizeof(shared.staging) / 2) : 0);
+  return shared.staging + (kStagesDQ ? stage * int(sizeof(shared.staging) / 2) : 0);
 }
 
 // The number of blocks of 64 keys of a head in the f32 sums of dK and dV.

@@ -57,7 +57,7 @@ struct Tuning {
   // computes exponentials. These features leave no registers for it.
   static constexpr bool kModNeedsRegisters = kScoreMod && (kBias || kScoreSlopes || kCapturedGradients);
   static constexpr bool kDelayedDQ =
-      kDQ && (kPairs ? kQKDim <= 192 && kVDim <= 192 && !(kBias && kSoftCap)
+      kDQ && (kPairs ? kQKDim <= 192 && kVDim <= 192 && !(kBias && kSoftCap) && !kOrdered
                      : kRows == 128 || kHeadDimsUpTo64 ||
                            !(kDropout || kSoftCap || kSegments || kModNeedsRegisters || kBiasDType == DType::kF64 ||
                              (kListed && (kBias || kCausal || kWindow))));
@@ -85,8 +85,9 @@ struct Tuning {
       !kFormsScores && !kFusedRows && kRows == 64 && kListed && kQKDim > 96 && !kDropout && !kCausal && !kLocal;
 
   // The last four are places where code must not move ahead. The first is before the exponentials, after the masks.
-  static constexpr bool kStopAfterMask = (kPairs && !kBias && (kSoftCap || kSegments || kDropout || kMoreThanCausal)) ||
-                                         ((kScoreMod || (kMaskMod && kSoftCap)) && !kHeadDimsUpTo64);
+  static constexpr bool kStopAfterMask =
+      (kPairs && !kBias && (kSoftCap || kSegments || kDropout || kMoreThanCausal || kOrdered)) ||
+      ((kScoreMod || (kMaskMod && kSoftCap)) && !kHeadDimsUpTo64);
   // Before the exponentials of the second half of the rows, which would load their L earlier.
   static constexpr bool kStopInSoftmax =
       kRows == 128 ? kDropout && !kFusedRows

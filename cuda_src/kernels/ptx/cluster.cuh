@@ -1,4 +1,4 @@
-// Clusters of two CTAs that access each other's shared memory. PTX ISA 9.7.13.4, 9.7.8.20, 9.7.9.25.5.
+// Clusters of two CTAs that access each other's shared memory. PTX ISA 9.7.13.4, 9.7.8.20, 9.7.9.8, 9.7.9.25.5.
 #pragma once
 
 #include "ptx/types.cuh"
@@ -22,6 +22,13 @@ __device__ __forceinline__ uint32_t PeerAddress(const void* shared) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(SharedAddress(shared)), "r"(ClusterRank() ^ 1));
   return address;
+}
+
+// ld.shared::cluster: the value at this place of the other CTA's shared memory.
+__device__ __forceinline__ int PeerLoad(const int* shared) {
+  int x;
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(PeerAddress(shared)) : "memory");
+  return x;
 }
 
 // mbarrier.arrive on the other CTA's barrier, by the threads with `elected`.

@@ -15,7 +15,7 @@ struct DynamicKVTiles : DynamicNumbers {
 
   // Finds the requested tile among `tiles` tiles in each of `heads` heads. Returns false at the end.
   __device__ __forceinline__ bool Next(uint32_t heads, uint32_t tiles, int* head, int* tile) const {
-    const uint32_t n = number, last_heads = p.last_heads, first = (heads - last_heads) * tiles;
+    const uint32_t n = number, last_heads = p.heads_at_a_time, first = (heads - last_heads) * tiles;
     if (((kCausal && !kWindow) || kListed) && n >= first) {
       *head = heads - last_heads + (n - first) % last_heads, *tile = (n - first) / last_heads;
     } else {
@@ -25,14 +25,15 @@ struct DynamicKVTiles : DynamicNumbers {
   }
 };
 
-// All tiles from a counter, in groups of heads. A group has all heads whose tiles fit into the grid at a time. The last
-// tile of each of these heads comes first, then the tiles before. So the tiles of a head start one after another.
-struct DescendingKVTiles : DynamicNumbers {
-  using DynamicNumbers::DynamicNumbers;
+// All tiles, by numbers from a counter, in groups of p.heads_at_a_time heads. The last tile of each of these heads
+// comes first, then the tiles before. So the tiles of a head start one after another.
+template <typename Numbers>
+struct DescendingKVTiles : Numbers {
+  using Numbers::Numbers;
 
   // Finds the requested tile among `tiles` tiles in each of `heads` heads. Returns false at the end.
   __device__ __forceinline__ bool Next(uint32_t heads, uint32_t tiles, int* head, int* tile) const {
-    const uint32_t n = number, at_a_time = max(gridDim.x / tiles, 1u);
+    const uint32_t n = this->number, at_a_time = this->p.heads_at_a_time;
     if (n >= heads * tiles) return false;
     const uint32_t first = n / (at_a_time * tiles) * at_a_time, own = min(at_a_time, heads - first);
     const uint32_t of_these = n - first * tiles;

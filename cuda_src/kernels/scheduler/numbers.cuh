@@ -16,6 +16,15 @@ struct DynamicNumbers {
   __device__ __forceinline__ void Request() { number = atomicAdd(p.tile_counter, 1); }
 };
 
+// One number, which was taken before.
+struct OneNumber {
+  const Params& p;
+  uint32_t number;
+
+  __device__ __forceinline__ OneNumber(const Params& p, uint32_t number) : p(p), number(number) {}
+  __device__ __forceinline__ void Request() { number = 0xFFFFFFFF; }
+};
+
 // CTA i of n takes the numbers i, i + n, i + 2 n and so on. The CTAs of a cluster count as one.
 template <int kCluster>
 struct StaticNumbers {

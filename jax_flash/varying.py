@@ -31,6 +31,14 @@ def varying_axes(x: jax.Array) -> frozenset[str]:
 
 def type_varying_as(x: jax.Array, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     """The type of an array of this shape that has the dtype of `x` and varies over the same mesh axes."""
-    aval: Any = jax.typeof(x)
+    return _type_of(jax.typeof(x), shape)
+
+
+def type_of_variable(x: Any) -> jax.ShapeDtypeStruct:
+    """The type of a variable of a jaxpr, with the mesh axes that it varies over."""
+    return _type_of(x.aval, x.aval.shape, sharding=x.aval.sharding)
+
+
+def _type_of(aval: Any, shape: tuple[int, ...], **more: Any) -> jax.ShapeDtypeStruct:
     name = "vma" if hasattr(aval, "vma") else "manual_axis_type"
-    return jax.ShapeDtypeStruct(shape, aval.dtype, **{name: getattr(aval, name)})
+    return jax.ShapeDtypeStruct(shape, aval.dtype, **{name: getattr(aval, name)}, **more)

@@ -510,6 +510,5 @@ class _Tracing:
             return [_TracedView(aval(x).shape, aval(x).dtype) for x in eqn.outvars]
         if inner and lowering.is_transparent(eqn):
             return self.run(inner[0], inner[1], inputs)
-        variables, function = replay.function_of(jaxpr, eqn)
-        used = {x: self.use(value) for x, value in zip(eqn.invars, inputs, strict=True) if not isinstance(x, Literal)}
-        return function(*(used[x] for x in variables))
+        arrays = [jnp.asarray(self.use(value), aval(x).dtype) for x, value in zip(eqn.invars, inputs, strict=True)]
+        return list(replay.apply(jaxpr, eqn, arrays))

@@ -24,7 +24,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jax_flash.programs import lowering
 from jax_flash.programs.arrays import aval
 from jax_flash.programs.operations import ARRAYS, ELEMENTWISE, INDEXING, PLACEMENTS
-from jax_flash.varying import varying_alike
+from jax_flash.varying import type_of_variable, varying_alike
 
 # The primitives that are evaluated in a wider dtype. Other primitives, such as calls with custom rules, may depend on
 # the dtype, so they are evaluated in the dtype of their variables.
@@ -40,13 +40,13 @@ def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[j
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), varying_alike(like, like), strict=True))
     for eqn in jaxpr.eqns:
         inputs = [jnp.asarray(x.val, aval(x).dtype) if isinstance(x, Literal) else values[x] for x in eqn.invars]
-        outputs = _apply(jaxpr, eqn, varying_alike(inputs, like))
+        outputs = apply(jaxpr, eqn, varying_alike(inputs, like))
         values |= dict(zip(eqn.outvars, varying_alike(list(outputs), like), strict=True))
     results = [jnp.asarray(x.val, aval(x).dtype) if isinstance(x, Literal) else values[x] for x in jaxpr.outvars]
     return varying_alike(results, like)
 
 
-def function_of(jaxpr: Jaxpr, eqn: JaxprEqn) -> tuple[list[Any], Any]:
+def _function_of(jaxpr: Jaxpr, eqn: JaxprEqn) -> tuple[list[Any], Any]:
     """Return the variables of one equation of a jaxpr, and the equation as a function of them."""
     variables = list(dict.fromkeys(x for x in eqn.invars if not isinstance(x, Literal)))
     names = jaxpr.debug_info.with_unknown_names()
@@ -74,7 +74,8 @@ def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
 _rounded.defjvp(lambda dtype, primals, tangents: (_rounded(*primals, dtype), *tangents))
 
 
-def _apply(jaxpr: Jaxpr, eqn: JaxprEqn, inputs: list[jax.Array]) -> Sequence[jax.Array]:
+def apply(jaxpr: Jaxpr, eqn: JaxprEqn, inputs: list[jax.Array]) -> Sequence[jax.Array]:
+    """Return the results of one equation of a jaxpr."""
     inner = lowering.inlined(eqn)
     if eqn.primitive.name in PLACEMENTS:
         return inputs
@@ -112,8 +113,8 @@ def _parameter(wide: Any, x: Any) -> Any:
 
 def _with_rule(jaxpr: Jaxpr, eqn: JaxprEqn, inner: tuple[Jaxpr, Sequence[Any]], inputs: list[Any]) -> Any:
     """Evaluate a call of a function with a custom derivative. The jaxpr of this derivative is replayed as well."""
-    variables, function = function_of(jaxpr, eqn)
-    types = [aval(x) for x in variables]
+    variables, function = _function_of(jaxpr, eqn)
+    types, result_types = (list(map(type_of_variable, of)) for of in (variables, eqn.outvars))
     moving = [i for i, x in enumerate(types) if jnp.issubdtype(x.dtype, jnp.floating)]
     literals = {i: np.asarray(x.val, aval(x).dtype) for i, x in enumerate(eqn.invars) if isinstance(x, Literal)}
     places = [None if isinstance(x, Literal) else variables.index(x) for x in eqn.invars]
@@ -136,16 +137,16 @@ def _with_rule(jaxpr: Jaxpr, eqn: JaxprEqn, inner: tuple[Jaxpr, Sequence[Any]], 
         moved, floats = of_floats(args)
         return jax.vjp(moved, *floats)[1](list(cotangents))
 
-    def traced(rule: Any, args: Sequence[Any], others: Sequence[Any]) -> list[jax.Array]:
-        like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in others]
-        closed = jax.make_jaxpr(rule)(types, like)
+    # The rule is traced with the types of the equation's variables, which may vary over mesh axes.
+    def traced(rule: Any, other_types: Sequence[Any], args: Sequence[Any], others: Sequence[Any]) -> list[jax.Array]:
+        closed = jax.make_jaxpr(rule)(types, other_types)
         return evaluate(closed.jaxpr, closed.consts, [*args, *others])
 
     args: list[Any] = [inputs[eqn.invars.index(x)] for x in variables]
     if eqn.primitive.name.startswith("custom_jvp"):
 
         def forward(args: Any, tangents: Any) -> Any:
-            results = traced(jvp, args, [tangents[i] for i in moving])
+            results = traced(jvp, [types[i] for i in moving], args, [tangents[i] for i in moving])
             return tuple(results[: len(eqn.outvars)]), tuple(results[len(eqn.outvars) :])
 
         with_jvp = jax.custom_jvp(primal)
@@ -153,7 +154,7 @@ def _with_rule(jaxpr: Jaxpr, eqn: JaxprEqn, inner: tuple[Jaxpr, Sequence[Any]], 
         return with_jvp(*args)
 
     def backward(args: Any, cotangents: Any) -> Any:
-        found = dict(zip(moving, traced(vjp, args, cotangents), strict=True))
+        found = dict(zip(moving, traced(vjp, result_types, args, cotangents), strict=True))
         return tuple(found.get(i) for i in range(len(args)))
 
     with_vjp = jax.custom_vjp(primal)

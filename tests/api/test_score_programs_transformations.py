@@ -429,9 +429,9 @@ def test_axis_index_in_a_function(check_vma):
         jax.jit(mapped)(*inputs()[:3])
 
 
-@pytest.mark.parametrize("implementation", ["flash", "xla"])
-def test_custom_derivatives_in_shard_map(implementation):
-    """Custom derivative rules apply to arrays that vary over devices."""
+@pytest.mark.parametrize(("implementation", "varying"), [("flash", False), ("flash", True), ("xla", False)])
+def test_custom_derivatives_in_shard_map(implementation, varying):
+    """Custom derivative rules apply to arrays that vary over devices. With `varying`, so does the captured table."""
     product = jax.custom_jvp(lambda x, y: x * y)
     product.defjvp(lambda xs, ts: (product(*xs), 2 * ts[0] * xs[1] - ts[1] * xs[0]))
     halved = jax.custom_vjp(lambda x, i: x * (i + 1))
@@ -439,7 +439,8 @@ def test_custom_derivatives_in_shard_map(implementation):
 
     def local(query, key, value, table, implementation=implementation):
         def score_mod(s, b, h, q, k):
-            return jax.nn.silu(product(s, table[q])) + halved(0.1 * s, k) + product(table[k], 0.5) + halved(table[q], 2)
+            entries = jax.nn.softplus(table[k]) + product(table[k], 0.5) + halved(table[q], 2)
+            return jax.nn.silu(product(s, table[q])) + halved(0.1 * s, k) + entries
 
         return jax_flash.dot_product_attention(query, key, value, score_mod=score_mod, implementation=implementation)
 
@@ -447,8 +448,16 @@ def test_custom_derivatives_in_shard_map(implementation):
         args = *inputs()[:3], inputs()[3][0]
         return jax.jit(jax.value_and_grad(lambda *args: (function(*args) ** 2).sum(), (0, 1, 2, 3)))(*args)
 
-    mapped = jax.shard_map(local, mesh=mesh("auto"), in_specs=(HEADS, HEADS, HEADS, P()), out_specs=HEADS)
-    assert_close(gradient(mapped), gradient(functools.partial(local, implementation="reference")))
+    def on_devices(query, key, value, table):
+        mapped = jax.shard_map(
+            lambda query, key, value, tables: local(query, key, value, tables[0]),
+            mesh=mesh("auto"),
+            in_specs=(HEADS, HEADS, HEADS, BATCH if varying else P()),
+            out_specs=HEADS,
+        )
+        return mapped(query, key, value, jnp.stack([table] * 4))
+
+    assert_close(gradient(on_devices), gradient(functools.partial(local, implementation="reference")))
 
 
 @pytest.mark.slow

@@ -740,6 +740,15 @@ WGMMA = """
   Wgmma<8>::SS<Major::kMN, Major::kK>(C, a, a, 1);
   WgmmaCommit();
 """
+# The last writes are later than all fences.
+EARLY_FENCES = """
+  for (int i = 0; i < 3; ++i) {
+    FenceProxyAsync();
+    shared.tile[threadIdx.x] = i;
+    SyncWarp();
+  }
+  __syncthreads();
+"""
 
 
 @hopper
@@ -769,6 +778,8 @@ WGMMA = """
         (WGMMA + "if (C[0] == 0) *(int*)0 = 0;", ""),
         (WGMMA.replace("WgmmaFence();", ""), "without wgmma.fence"),
         (WGMMA.replace("FenceProxyAsync();", ""), "operand at .* without fence.proxy.async"),
+        (WGMMA.replace("FenceProxyAsync();", EARLY_FENCES), "operand at .* without fence.proxy.async"),
+        (WGMMA.replace("FenceProxyAsync();", EARLY_FENCES + "FenceProxyAsync();"), ""),
         (
             "shared.bytes[0] = 0; BulkReduceAdd(true, (float*)&zeros, (float*)shared.bytes, 16);",
             "without fence.proxy.async",

@@ -17,7 +17,7 @@ import subprocess
 FOLDER = pathlib.Path(__file__).parent
 BUILD = FOLDER.parents[1] / "build" / "emulator"
 COMMON = ["-std=c++17", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off"]
-FLAGS = [*COMMON, "-O2", "-flto=auto", "-shared", "-Wall", "-Wextra"]
+FLAGS = [*COMMON, "-O3", "-flto=auto", "-fno-semantic-interposition", "-shared", "-Wl,-Bsymbolic", "-Wall", "-Wextra"]
 # Optimising a kernel takes g++ longer than the kernel runs.
 KERNEL_FLAGS = [*COMMON, "-O0", "-fno-gnu-unique", "-fno-threadsafe-statics", "-ftrivial-auto-var-init=pattern", "-w"]
 ARCHS = ("sm_80", "sm_90")

@@ -80,6 +80,7 @@ void Unset(uint8_t* shared, size_t bytes) { Fill(shared, 0xFF, bytes); }
 // Checks and returns the source of an asynchronous copy.
 uint8_t* Source(uint32_t address, uint32_t bytes, uint32_t alignment) {
   uint8_t* const from = Shared(address, bytes, alignment);
+  CompleteFences(address >> 24);
   if (std::memcmp(from, from + kAsyncProxyOffset, bytes) != 0) {
     Fail("%u bytes at %u were written without fence.proxy.async", bytes, address & 0xFFFFFF);
   }

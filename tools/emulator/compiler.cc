@@ -8,6 +8,8 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <map>
+#include <mutex>
 #include <regex>
 #include <vector>
 
@@ -92,6 +94,26 @@ struct Program {
   std::vector<std::pair<std::string, std::string>> headers;
 };
 
+// The headers this_kernel.h and this_program.h differ between kernels.
+bool DiffersBetweenKernels(const std::string& name) { return name.rfind("this_", 0) == 0; }
+
+// Returns a folder with the other headers, translated once per process.
+const std::string& CommonHeaders(const Program& program) {
+  static std::mutex mutex;
+  static std::map<std::string, TemporaryFolder> folders;
+  std::string key;
+  for (const auto& [name, text] : program.headers) {
+    if (!DiffersBetweenKernels(name)) key += name + "\n" + text;
+  }
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto [found, made] = folders.try_emplace(std::move(key));
+  const std::string& folder = found->second.path;
+  for (const auto& [name, text] : program.headers) {
+    if (made && !DiffersBetweenKernels(name)) WriteFile(folder + "/" + name, Translated(text));
+  }
+  return folder;
+}
+
 }  // namespace
 }  // namespace emulator
 
@@ -130,7 +152,9 @@ int nvrtcCompileProgram(void* program, int option_count, const char* const* opti
   Program& p = *static_cast<Program*>(program);
   const emulator::TemporaryFolder folder;
   for (const auto& [name, text] : p.headers) {
-    emulator::WriteFile(folder.path + "/" + name, emulator::Translated(text));
+    if (emulator::DiffersBetweenKernels(name)) {
+      emulator::WriteFile(folder.path + "/" + name, emulator::Translated(text));
+    }
   }
   emulator::WriteFile(folder.path + "/kernel.cc", p.source);
   std::string command = EMULATOR_COMPILER;
@@ -140,7 +164,8 @@ int nvrtcCompileProgram(void* program, int option_count, const char* const* opti
     if (option.rfind("-arch=sm_", 0) == 0) command += " -D__CUDA_ARCH__=" + std::to_string(std::atoi(&option[9]) * 10);
   }
   const std::string object = folder.path + "/kernel.o";
-  command += " -I" + folder.path + " -c " + folder.path + "/kernel.cc -o " + object;
+  command += " -I" + folder.path + " -I" + emulator::CommonHeaders(p);
+  command += " -c " + folder.path + "/kernel.cc -o " + object;
   p.log = emulator::Run(command, folder.path);
   p.object = emulator::ReadFile(object);
   return p.log.empty() ? 0 : 6;  // NVRTC_ERROR_COMPILATION

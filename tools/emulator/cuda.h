@@ -43,7 +43,8 @@ struct Operand {
 };
 struct Ptx;
 const Ptx* Parse(const char* text);
-void Execute(const Ptx* ptx, std::initializer_list<Operand> operands);
+// `caller` is the return address of the function with the statement.
+void Execute(const Ptx* ptx, const void* caller, std::initializer_list<Operand> operands);
 
 // The driver launches this. `arguments` has a pointer to each argument.
 struct Kernel {
@@ -63,10 +64,10 @@ void Call(void (*kernel)(Arguments...), void** arguments) {
 }  // namespace emulator
 
 // compiler.cc generates these from `asm` and from a kernel's definition.
-#define EMULATED_PTX(text, ...)                                             \
-  do {                                                                      \
-    static const emulator::Ptx* const emulated_ptx = emulator::Parse(text); \
-    emulator::Execute(emulated_ptx, {__VA_ARGS__});                         \
+#define EMULATED_PTX(text, ...)                                                  \
+  do {                                                                           \
+    static const emulator::Ptx* const emulated_ptx = emulator::Parse(text);      \
+    emulator::Execute(emulated_ptx, __builtin_return_address(0), {__VA_ARGS__}); \
   } while (false)
 #define EMULATED_KERNEL(name, cluster) \
   extern "C" const emulator::Kernel emulated_##name = {[](void** x) { emulator::Call(name, x); }, cluster};

@@ -73,7 +73,8 @@ int cuModuleLoadData(void** module, const void* image) {
   const emulator::TemporaryFolder folder;
   const std::string object = folder.path + "/kernel.o", library = folder.path + "/kernel.so";
   emulator::WriteFile(object, {static_cast<const char*>(image), elf.e_shoff + elf.e_shnum * elf.e_shentsize});
-  const std::string log = emulator::Run("g++ -shared " + object + " -o " + library, folder.path);
+  // The process has the libraries that a kernel uses.
+  const std::string log = emulator::Run("g++ -shared -nodefaultlibs " + object + " -o " + library, folder.path);
   if (!log.empty()) return Failed(kInvalidValue, log);
   *module = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
   return *module ? kSuccess : Failed(kInvalidValue, dlerror());

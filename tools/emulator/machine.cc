@@ -11,6 +11,7 @@
 #include <cstring>
 #include <optional>
 #include <random>
+#include <set>
 
 uint3 threadIdx, blockIdx, blockDim, gridDim;
 
@@ -93,8 +94,8 @@ struct State {
   void** arguments;
   int concurrent;            // number of blocks that run concurrently
   std::deque<Block> blocks;  // these blocks
-  std::deque<Thread> threads;
-  size_t running, left;  // the running thread, and the number of unfinished ones
+  std::vector<Thread> threads;
+  size_t left;  // the number of unfinished threads
   std::vector<Event> later;
   std::optional<std::mt19937> random;  // set if the schedule is random
   size_t delayed_warp;
@@ -156,8 +157,8 @@ void WakeUp() {
 bool SwitchTo(size_t next) {
   if (!CanRun(state->threads[next])) return false;
   Thread& self = Self();
-  state->running = next;
-  if (&self != &Self()) emulator_switch(&self.stack_pointer, Self().stack_pointer);
+  running = &state->threads[next];
+  if (&self != running) emulator_switch(&self.stack_pointer, running->stack_pointer);
   Resume();
   return true;
 }
@@ -222,7 +223,7 @@ size_t ScheduleOrder(size_t n) {
 // Switches to another thread or back to this one. Lanes of the same warp come first, which makes warps diverge far.
 void Switch() {
   if (state->random) return SwitchAtRandom();
-  const size_t count = state->threads.size(), self = state->running;
+  const size_t count = state->threads.size(), self = running - state->threads.data();
   while (true) {
     if (SwitchToWarp(self / 32, self + 1)) return;
     for (size_t n = 1; n < count; ++n) {
@@ -261,19 +262,17 @@ void RunBlocks(unsigned first, unsigned threads) {
   state->blocks.clear(), state->threads.clear(), state->later.clear();
   state->cluster = {};
   for (int rank = 0; rank < state->concurrent; ++rank) {
-    Block block = {rank, first + rank, threads, SharedWindow(rank, state->shared_bytes), {}, {}};
+    Block block = {rank, first + rank, threads, SharedWindow(rank, state->shared_bytes), {}, {}, false};
     block.warps.resize(threads / 32);
     state->blocks.push_back(std::move(block));
   }
-  for (Block& block : state->blocks) {
-    for (unsigned t = 0; t < threads; ++t) {
-      state->threads.emplace_back();
-      Thread& thread = state->threads.back();
-      thread.block = &block, thread.index = t;
-      thread.stack_pointer = NewStack(state->threads.size() - 1);
-    }
+  state->threads.resize(state->concurrent * threads);
+  for (size_t n = 0; n < state->threads.size(); ++n) {
+    Thread& thread = state->threads[n];
+    thread.block = &state->blocks[n / threads], thread.index = n % threads;
+    thread.stack_pointer = NewStack(n);
   }
-  state->running = state->random ? Random(state->threads.size()) : ScheduleOrder(0);
+  running = &state->threads[state->random ? Random(state->threads.size()) : ScheduleOrder(0)];
   state->left = state->threads.size();
   emulator_switch(&state->host_stack, Self().stack_pointer);
   if (!state->error.empty()) return;
@@ -300,7 +299,7 @@ void OnSegmentationFault(int, siginfo_t* info, void*) {
 
 }  // namespace
 
-Thread& Self() { return state->threads[state->running]; }
+Thread* running;
 
 void Fail(const char* format, ...) {
   char text[8192];
@@ -358,9 +357,25 @@ uint8_t* Shared(uint32_t address, uint32_t bytes, uint32_t alignment) {
   return state->blocks[rank].shared + offset;
 }
 
-void FenceProxyAsync() {
-  uint8_t* const shared = Self().block->shared;
-  std::memcpy(shared + kAsyncProxyOffset, shared, state->shared_bytes);
+void CompleteFences(uint32_t rank) {
+  Block& block = state->blocks[rank];
+  if (!block.fence_pending) return;
+  std::memcpy(block.shared + kAsyncProxyOffset, block.shared, state->shared_bytes);
+  block.fence_pending = false;
+}
+
+// A copy of all shared memory for each thread would take most of the time. So the last lane of a warp copies for all,
+// if all lanes of some warp have executed the fence at this site before.
+void FenceProxyAsync(const void* site) {
+  static std::set<const void*> of_whole_warps;
+  Block& block = *Self().block;
+  Warp& warp = Self().warp();
+  if (warp.fence != site) warp.fence = site, warp.fenced = 0;
+  warp.fenced |= 1u << Self().lane();
+  block.fence_pending = true;
+  const bool last = warp.fenced == 0xFFFFFFFF;
+  if (last) of_whole_warps.insert(site), warp.fenced = 0;
+  if (last || !of_whole_warps.count(site)) CompleteFences(block.rank);
 }
 
 void WarpCollective(const void* site, void* mine, void (*compute)(void* const* lanes), const char* what) {

@@ -36,6 +36,8 @@ struct Warp {
   void* lanes[32];
   int arrived = 0;
   uint64_t rounds = 0;
+  const void* fence = nullptr;  // the latest fence.proxy.async, and the lanes that have executed it
+  uint32_t fenced = 0;
   std::shared_ptr<WgmmaQueue> wgmma;
 };
 
@@ -50,6 +52,7 @@ struct Block {
   uint8_t* shared;
   Barrier barriers[16];
   std::vector<Warp> warps;
+  bool fence_pending = false;
 };
 
 struct Thread {
@@ -71,8 +74,8 @@ struct Thread {
   int lane() const { return index % 32; }
 };
 
-// The running thread.
-Thread& Self();
+extern Thread* running;
+inline Thread& Self() { return *running; }
 
 // Blocks the thread while (*word & mask) == value. `what` and `where`, a shared address or a number, are for the report
 // of a deadlock.
@@ -91,9 +94,10 @@ void Schedule(const uint64_t* word, Task task);
 uint8_t* Shared(uint32_t address, uint32_t bytes, uint32_t alignment);
 
 // The offset from shared memory to the copy that the asynchronous proxy sees (PTX ISA 8.5). The copy has what this
-// proxy has written, and what threads had written before a fence.proxy.async.
+// proxy has written, and what threads had written before a fence.proxy.async. Call CompleteFences before reading it.
 constexpr int kAsyncProxyOffset = 512 << 10;
-void FenceProxyAsync();
+void FenceProxyAsync(const void* site);
+void CompleteFences(uint32_t rank);
 
 void ArriveAt(int barrier, int threads, bool wait);
 // %cluster_ctarank of this thread.

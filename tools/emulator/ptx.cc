@@ -13,9 +13,6 @@ namespace emulator {
 
 namespace {
 
-float FloatOf(uint32_t bits) { return emulated_bits<float>(bits); }
-uint32_t BitsOf(float x) { return emulated_bits<uint32_t>(x); }
-
 float FlushToZero(float x) { return std::fabs(x) < FLT_MIN ? std::copysign(0.0f, x) : x; }
 
 }  // namespace
@@ -39,8 +36,7 @@ uint32_t NearestTF32(uint32_t bits) {
   return std::isfinite(FloatOf(bits)) ? (bits + 0xFFF + (bits >> 13 & 1)) & ~0x1FFFu : bits;
 }
 
-float Widen(Type type, uint16_t x) {
-  if (type == Type::kBF16) return FloatOf(uint32_t(x) << 16);
+float WidenF16(uint16_t x) {
   static const std::vector<float> table = [] {
     std::vector<float> values(1 << 16);
     for (uint32_t i = 0; i < values.size(); ++i) {
@@ -63,13 +59,8 @@ void* Step::Address(size_t i) const {
   return operands[argument.value].data;
 }
 
-uint64_t Step::operator[](size_t i) const {
-  const Argument& argument = statement.arguments.at(i);
-  uint64_t x = 0;
+uint64_t Step::NoOperand(const Argument& argument) const {
   switch (argument.kind) {
-    case Argument::kOperand:
-      std::memcpy(&x, operands[argument.value].data, operands[argument.value].bytes);
-      return x;
     case Argument::kRegister:
       return registers[argument.value];
     case Argument::kClusterRank:
@@ -82,18 +73,6 @@ uint64_t Step::operator[](size_t i) const {
       return argument.value;
   }
 }
-
-void Step::Set(size_t i, uint64_t x) const {
-  const Argument& argument = statement.arguments.at(i);
-  if (argument.kind == Argument::kOperand) {
-    std::memcpy(operands[argument.value].data, &x, operands[argument.value].bytes);
-  } else if (argument.kind == Argument::kRegister) {
-    registers[argument.value] = x;
-  }
-}
-
-float Step::Float(size_t i) const { return FloatOf(uint32_t((*this)[i])); }
-void Step::SetFloat(size_t i, float x) const { Set(i, BitsOf(x)); }
 
 // --- Instructions (numbers: sections of the PTX ISA 9.x) ---
 
@@ -174,7 +153,7 @@ const struct {
     {"cp.async.bulk.prefetch.tensor.4d.L2.global", Nothing},
     {"fence.proxy.async.global", Nothing},
     {"fence.acq_rel.gpu", Nothing},
-    {"fence.proxy.async", [](Step&) { FenceProxyAsync(); }},
+    {"fence.proxy.async", [](Step& s) { FenceProxyAsync(s.caller); }},
     {"fence.mbarrier_init", Nothing},
     {"barrier.cta.sync", [](Step& s) { ArriveAt(int(s[0]), int(s[1]), true); }},
     {"barrier.cta.arrive", [](Step& s) { ArriveAt(int(s[0]), int(s[1]), false); }},
@@ -263,11 +242,11 @@ const Ptx* Parse(const char* text) {
   return ptx;
 }
 
-void Execute(const Ptx* ptx, std::initializer_list<Operand> operands) {
+void Execute(const Ptx* ptx, const void* caller, std::initializer_list<Operand> operands) {
   uint64_t registers[8];
   for (const Statement& statement : ptx->statements) {
     if (statement.guard >= 0 && !registers[statement.guard]) continue;
-    Step step = {statement, operands.begin(), registers};
+    Step step = {statement, caller, operands.begin(), registers};
     statement.execute(step);
   }
 }

@@ -66,7 +66,8 @@ void Movmatrix(Step& s) {
 
 namespace {
 
-constexpr int kK = 16;  // of an mma; 8 for TF32
+constexpr int kK = 16;       // of an mma; 8 for TF32
+constexpr int kKBytes = 32;  // of a row along k
 int KOf(Type type) { return type == Type::kTF32 ? 8 : 16; }
 
 // The elements of a lane in 16 rows of an accumulator: register 4 c + 2 h + e is (l / 4 + 8 h, 8 c + 2 (l % 4) + e).
@@ -109,12 +110,17 @@ void MmaSync(Step& s) {  // D 0-3, A 4-7, B 8-9, C 10-13
       for (int i = 0; i < 2; ++i) Spread(type, uint32_t(s[8 + i]), b, l / 4, l % 4 * pair + i * 4 * pair);
     }
     ForEachElement(8, [&](int l, int r, int i, int j) { c[i][j] = StepOf(lanes[l]).Float(10 + r); });
+    double b_transposed[kK][8];
+    for (int k = 0; k < k_end; ++k) {
+      for (int j = 0; j < 8; ++j) b_transposed[k][j] = b[j][k];
+    }
     for (int i = 0; i < 16; ++i) {
-      for (int j = 0; j < 8; ++j) {
-        double sum = c[i][j];  // rounded once
-        for (int k = 0; k < k_end; ++k) sum += double(a[i][k]) * b[j][k];
-        c[i][j] = float(sum);
+      double sums[8];  // rounded once
+      std::copy_n(c[i], 8, sums);
+      for (int k = 0; k < k_end; ++k) {
+        for (int j = 0; j < 8; ++j) sums[j] += double(a[i][k]) * b_transposed[k][j];
       }
+      for (int j = 0; j < 8; ++j) c[i][j] = float(sums[j]);
     }
     ForEachElement(8, [&](int l, int r, int i, int j) { StepOf(lanes[l]).SetFloat(r, c[i][j]); });
   });
@@ -136,9 +142,9 @@ struct Wgmma {
   std::shared_ptr<Accumulator> accumulator;
   const uint32_t* a_registers[32][4];
   bool in_registers, accumulate, a_transposed, b_transposed;
-  uint64_t a, b;                   // descriptors
-  int first_row;                   // of the warp
-  std::vector<uint32_t> operands;  // [16][k] of A, [k][columns] of B, at the issue
+  uint64_t a, b;                  // descriptors
+  int first_row;                  // of the warp
+  std::vector<uint8_t> operands;  // A and B at the issue
 };
 
 struct WgmmaQueue {
@@ -155,47 +161,72 @@ WgmmaQueue& Queue() {
   return *warp.wgmma;
 }
 
-// Returns an element of a matrix with 128-byte swizzle; `index` is its row of M or N. 9.7.15.5.1
-uint32_t Element(Type type, uint64_t descriptor, bool transposed, int index, int k, bool check) {
-  const int bytes = 32 / KOf(type);
-  if (descriptor >> 62 != 1) Fail("wgmma: swizzle mode %d", int(descriptor >> 62));
+constexpr int kChunk = 16;  // bytes: shared memory is swizzled in chunks
+
+// Copies 16 bytes of a matrix with 128-byte swizzle: elements along k, or along M or N if it is transposed. `index` is
+// the row of M or N. 9.7.15.5.1
+void CopyChunk(uint64_t descriptor, bool transposed, int index, int k, int k_bytes, bool check, uint8_t* to) {
   const uint32_t start = (descriptor & 0x3FFF) << 4;
   const uint32_t leading = (descriptor >> 16 & 0x3FFF) << 4, stride = (descriptor >> 32 & 0x3FFF) << 4;
   const uint32_t at = start + (transposed ? index / 64 * leading + k / 8 * stride + k % 8 * 128 + index % 64 * 2
-                                          : index / 8 * stride + index % 8 * 128 + k * bytes);
+                                          : index / 8 * stride + index % 8 * 128 + k * k_bytes);
   const uint32_t rank = uint32_t(Self().block->rank) << 24;
-  const uint8_t* const element = Shared(rank | (at ^ (at >> 7 & 7) << 4), bytes, bytes);
-  uint32_t x = 0, async_view = 0;
-  std::memcpy(&x, element, bytes);
-  std::memcpy(&async_view, element + kAsyncProxyOffset, bytes);
-  if (x != async_view && check) Fail("wgmma: its operand at %u was written without fence.proxy.async", at);
-  return x;
+  const uint8_t* const chunk = Shared(rank | (at ^ (at >> 7 & 7) << 4), kChunk, kChunk);
+  if (check && std::memcmp(chunk, chunk + kAsyncProxyOffset, kChunk) != 0) {
+    Fail("wgmma: its operand at %u was written without fence.proxy.async", at);
+  }
+  std::memcpy(to, chunk, kChunk);
 }
 
-std::vector<uint32_t> Operands(const Wgmma& x, bool check) {
-  const int k_end = KOf(x.type);
-  std::vector<uint32_t> values(k_end * (16 + x.columns));
-  uint32_t* to = values.data();
-  if (x.in_registers) {
-    for (int l = 0; l < 32; ++l) {
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t word = *x.a_registers[l][i];
-        uint32_t* const row = to + (l / 4 + i % 2 * 8) * k_end + i / 2 * (k_end / 2);
-        if (x.type == Type::kTF32) {
-          row[l % 4] = word;
-        } else {
-          row[l % 4 * 2] = word & 0xFFFF, row[l % 4 * 2 + 1] = word >> 16;
-        }
-      }
-    }
-    to += 16 * k_end;
-  } else {
-    for (int m = 0; m < 16; ++m) {
-      for (int k = 0; k < k_end; ++k) *to++ = Element(x.type, x.a, x.a_transposed, x.first_row + m, k, check);
+// Appends a matrix of `rows` of M or N: [rows][k], or [k][rows] if it is transposed.
+void AppendMatrix(const Wgmma& x, uint64_t descriptor, bool transposed, int first, int rows, bool check,
+                  std::vector<uint8_t>& to) {
+  if (descriptor >> 62 != 1) Fail("wgmma: swizzle mode %d", int(descriptor >> 62));
+  const int k_end = KOf(x.type), bytes = kKBytes / k_end, elements = kChunk / bytes;
+  size_t end = to.size();
+  to.resize(end + rows * kKBytes);
+  for (int i = 0; i < (transposed ? k_end : rows); ++i) {
+    for (int j = 0; j < (transposed ? rows : k_end); j += elements, end += kChunk) {
+      const int row = transposed ? j : i, k = transposed ? i : j;
+      CopyChunk(descriptor, transposed, first + row, k, bytes, check, to.data() + end);
     }
   }
-  for (int k = 0; k < k_end; ++k) {
-    for (int n = 0; n < x.columns; ++n) *to++ = Element(x.type, x.b, x.b_transposed, n, k, check);
+}
+
+std::vector<uint8_t> Operands(const Wgmma& x, bool check) {
+  std::vector<uint8_t> bytes;
+  bytes.reserve((16 + x.columns) * kKBytes);
+  if (x.in_registers) {
+    bytes.resize(16 * kKBytes);
+    for (int l = 0; l < 32; ++l) {
+      for (int i = 0; i < 4; ++i) {
+        uint8_t* const row = bytes.data() + (l / 4 + i % 2 * 8) * kKBytes;
+        std::memcpy(row + i / 2 * kChunk + l % 4 * 4, x.a_registers[l][i], 4);
+      }
+    }
+  } else {
+    AppendMatrix(x, x.a, x.a_transposed, x.first_row, 16, check, bytes);
+  }
+  AppendMatrix(x, x.b, x.b_transposed, 0, x.columns, check, bytes);
+  return bytes;
+}
+
+// Converts a matrix [rows][columns] of an operand.
+std::vector<float> Floats(Type type, const uint8_t* bytes, int rows, int columns, bool transposed) {
+  std::vector<float> values(rows * columns);
+  for (int i = 0; i < rows; ++i) {
+    for (int j = 0; j < columns; ++j) {
+      float& to = values[transposed ? j * rows + i : i * columns + j];
+      if (type == Type::kTF32) {
+        uint32_t x;
+        std::memcpy(&x, bytes + (i * columns + j) * 4, 4);
+        to = CutToTF32(x);
+      } else {
+        uint16_t x;
+        std::memcpy(&x, bytes + (i * columns + j) * 2, 2);
+        to = Widen(type, x);
+      }
+    }
   }
   return values;
 }
@@ -205,17 +236,17 @@ void Finish(const Wgmma& x) {
     Fail("wgmma of m64n%d: an operand has changed since it was issued (A at %u, B at %u)", x.columns,
          unsigned(x.a & 0x3FFF) << 4, unsigned(x.b & 0x3FFF) << 4);
   }
-  std::vector<float> values(x.operands.size());
-  for (size_t i = 0; i < values.size(); ++i) {
-    values[i] = x.type == Type::kTF32 ? CutToTF32(x.operands[i]) : Widen(x.type, uint16_t(x.operands[i]));
-  }
-  const int k_end = KOf(x.type);
+  const int k_end = KOf(x.type), columns = x.columns;
+  const uint8_t* const second = x.operands.data() + 16 * kKBytes;
+  const std::vector<float> a = x.a_transposed ? Floats(x.type, x.operands.data(), k_end, 16, true)
+                                              : Floats(x.type, x.operands.data(), 16, k_end, false);
+  const std::vector<float> b =
+      x.b_transposed ? Floats(x.type, second, k_end, columns, false) : Floats(x.type, second, columns, k_end, true);
   float* const c = x.accumulator->values.data();
-  if (!x.accumulate) std::fill_n(c, 16 * x.columns, 0.0f);
+  if (!x.accumulate) std::fill_n(c, 16 * columns, 0.0f);
   for (int m = 0; m < 16; ++m) {
     for (int k = 0; k < k_end; ++k) {
-      const float a = values[m * k_end + k], *const b = values.data() + 16 * k_end + k * x.columns;
-      for (int n = 0; n < x.columns; ++n) c[m * x.columns + n] += a * b[n];
+      for (int n = 0; n < columns; ++n) c[m * columns + n] += a[m * k_end + k] * b[k * columns + n];
     }
   }
 }
@@ -272,6 +303,7 @@ void WgmmaIssue(Step& s) {
       });
     }
     if (x.accumulator->columns != x.columns) Fail("wgmma: accumulators of different shapes in the same registers");
+    CompleteFences(Self().block->rank);
     x.operands = Operands(x, true);
     queue.open.push_back(std::move(x));
   });

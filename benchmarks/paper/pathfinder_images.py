@@ -17,6 +17,7 @@ import scipy.special
 
 TRIES = 4  # attempts to place a long curve in an image before the image is rejected
 CANDIDATES = 12  # random candidates for the next dash; the first one with room is used
+ROUNDS = (1, 4)  # the first candidate is tried alone, then three more, then the others
 FAR = 1e6  # coordinates of dashes that are not drawn
 POOL = 2048  # maximum number of images that are generated together
 SPARE = 6  # images to start per requested image, since many have no room or are rejected
@@ -216,29 +217,45 @@ def next_dash(
     images = len(dashes)
     if begins:
         others = dashes
-        angle = random.uniform(-np.pi, np.pi, (images, CANDIDATES))
-        direction = np.stack([np.sin(angle), np.cos(angle)], -1)
-        centre = random.uniform(0, side, (images, CANDIDATES, 2))
+        angles = random.uniform(-np.pi, np.pi, (images, CANDIDATES))
+        centres = random.uniform(0, side, (images, CANDIDATES, 2))
     else:
         others, before = dashes[:, :-1], dashes[:, None, -1]
         turn = random.uniform(-style.turn, style.turn, (images, CANDIDATES))
-        angle = np.arctan2(before[..., 1, 0], before[..., 1, 1]) + turn
-        direction = np.stack([np.sin(angle), np.cos(angle)], -1)
-        centre = before[..., 0, :] + style.pitch / 2 * (before[..., 1, :] + direction)
+        angles = np.arctan2(before[..., 1, 0], before[..., 1, 1]) + turn
     border = style.pitch / 2 + style.radius
-    room = ((border < centre) & (centre < side - border)).all(-1)
-    candidates = np.stack([centre, direction], 2).astype(np.float32)
-    new, old = (sampled(style, x) for x in (candidates, others))
-    squares = (new[:, :, None, 0] - old[:, None, :, 0]) ** 2 + (new[:, :, None, 1] - old[:, None, :, 1]) ** 2
-    room &= ~(squares < style.margin**2).any(2).reshape(images, CANDIDATES, 3).any(-1)
-    chosen = np.arange(images), room.argmax(1)
-    return candidates[chosen], room[chosen]
+    added, room = np.zeros((images, 2, 2), np.float32), np.zeros(images, bool)
+    for some in np.split(np.arange(CANDIDATES), ROUNDS):
+        left = np.flatnonzero(~room)
+        angle = angles[left[:, None], some]
+        direction = np.stack([np.sin(angle), np.cos(angle)], -1)
+        if begins:
+            centre = centres[left[:, None], some]
+        else:
+            centre = before[left, :, 0] + style.pitch / 2 * (before[left, :, 1] + direction)
+        candidates = np.stack([centre, direction], 2).astype(np.float32)
+        fits = ((border < centre) & (centre < side - border)).all(-1) & ~crowded(style, candidates, others[left])
+        room[left] = fits.any(1)
+        added[left] = candidates[np.arange(len(left)), fits.argmax(1)]
+    return added, room
+
+
+def crowded(style: Style, new: np.ndarray, old: np.ndarray) -> np.ndarray:
+    """Return which new dashes, [images, new, 2, 2], are too near to an old one, [images, old, 2, 2]."""
+    y, x = (new[:, :, None, 0, axis] - old[:, None, :, 0, axis] for axis in range(2))
+    # Only dashes with near centres can be too near. The summand is for rounding.
+    image, number, other = np.nonzero(y**2 + x**2 < (style.margin + style.dash + 0.01) ** 2)
+    apart = sampled(style, new[image, number])[:, :, None] - sampled(style, old[image, other])[:, None]
+    near = (apart[..., 0] ** 2 + apart[..., 1] ** 2 < style.margin**2).any((1, 2))
+    found = np.zeros(new.shape[:2], bool)
+    found[image[near], number[near]] = True
+    return found
 
 
 def sampled(style: Style, dashes: np.ndarray) -> np.ndarray:
-    """Return the ends and the middle of each dash: [images, dashes, 2, 2] -> [images, 3 · dashes, 2]."""
+    """Return the ends and the middle of each dash: [dashes, 2, 2] -> [dashes, 3, 2]."""
     along = style.dash / 2 * np.array([-1, 0, 1], np.float32)[:, None]
-    return (dashes[:, :, None, 0] + along * dashes[:, :, None, 1]).reshape(len(dashes), 3 * dashes.shape[1], 2)
+    return dashes[:, None, 0] + along * dashes[:, None, 1]
 
 
 def draw(side: int, style: Style, drawings: Drawings) -> tuple[np.ndarray, np.ndarray]:

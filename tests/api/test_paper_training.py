@@ -59,7 +59,7 @@ def planned(module, monkeypatch):
 def test_labels_of_discs(planned, side):
     """On an enlarged skeleton, strokes that are no farther apart than a gap form one component."""
     images, style, drawings = planned(side)
-    scale = 6
+    scale = {32: 6, 64: 5, 128: 4, 256: 3}[side]  # larger images have larger gaps
     dashes = np.where(drawings.dashes < images.FAR, drawings.dashes * [[scale], [1]], images.FAR)
     large = style._replace(dash=style.dash * scale, gap=style.gap * scale, width=1.0, radius=1.0)
     scaled = drawings._replace(dashes=dashes)
@@ -219,14 +219,15 @@ def test_easier_images_interpolate_between_sizes(module):
 
 def test_order_of_images_does_not_depend_on_the_number_of_processes(module, monkeypatch):
     pathfinder = module("sections.pathfinder")
-    monkeypatch.setattr(pathfinder, "IMAGES", 6)
-    monkeypatch.setattr(
-        pathfinder, "make_images", lambda side, seed, kinds: {"labels": np.arange(6) + 6 * seed[-1], "seed": seed * 6}
-    )
+
+    def numbered(side, seed, kinds, count):
+        return {"labels": np.arange(count) + count * seed[-1], "seed": seed * count}
+
+    monkeypatch.setattr(pathfinder, "make_images", numbered)
     for processes in (1, 3):
         monkeypatch.setattr(pathfinder, "PROCESSES", processes)
         with concurrent.futures.ThreadPoolExecutor(processes) as pool:
-            made = pathfinder.batched(pathfinder.images(pool, 8, [4, 5], []), 2)
+            made = pathfinder.batched(pathfinder.images(pool, 8, [4, 5], [], 6), 2)
             batches = list(itertools.islice(made, 20))
         np.testing.assert_array_equal(np.concatenate([batch["labels"] for batch in batches]), np.arange(40))
         assert batches[0]["seed"] == [4, 5] and all(len(batch["labels"]) == 2 for batch in batches)
@@ -234,12 +235,11 @@ def test_order_of_images_does_not_depend_on_the_number_of_processes(module, monk
 
 def test_half_of_the_images_are_easier(module, monkeypatch):
     images, pathfinder = module("pathfinder_images"), module("sections.pathfinder")
-    monkeypatch.setattr(pathfinder, "IMAGES", 60)
     monkeypatch.setattr(images, "POOLS", 2)
     kinds = [(style, images.odds_from_discs(32, style)) for style in (images.STYLES[32], *pathfinder.easier(32))]
-    batch = pathfinder.make_images(32, [1, 2], kinds)
+    batch = pathfinder.make_images(32, [1, 2], kinds, 60)
     assert batch["tokens"].shape == batch["targets"].shape == (60, 1024) and batch["tokens"].max() < pathfinder.LEVELS
-    standard = pathfinder.make_images(32, [1, 2], kinds[:1])
+    standard = pathfinder.make_images(32, [1, 2], kinds[:1], 60)
     assert 0.4 < (batch["tokens"] > 0).sum() / (standard["tokens"] > 0).sum() < 0.97
     assert set(batch["labels"]) == {0, 1}
 

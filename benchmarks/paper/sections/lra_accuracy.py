@@ -135,13 +135,13 @@ def image_task(quick: bool) -> Task:
     from sklearn.datasets import load_digits
 
     config, batch = TASKS["image"]
-    config = dataclasses.replace(config, vocabulary=17)  # levels of grey
+    config = dataclasses.replace(config, layers=1 if quick else config.layers, vocabulary=17)  # levels of grey
     images, labels = load_digits(return_X_y=True)
     tokens = np.kron(images.reshape(-1, 8, 8), np.ones((4, 4))).reshape(len(images), -1).astype(np.uint8)
     order = np.random.default_rng(0).permutation(len(tokens))
     examples = {"tokens": tokens[order], "labels": labels[order].astype(np.int32)}
-    training, test = ({name: x[part] for name, x in examples.items()} for part in (slice(400, None), slice(400)))
-    batch = 8 if quick else batch
+    batch, tested = (8, 16) if quick else (batch, 400)
+    training, test = ({name: x[part] for name, x in examples.items()} for part in (slice(400, None), slice(tested)))
     return Task(config, functools.partial(shuffled, training, batch), in_order(test, batch), 2 if quick else 400)
 
 

@@ -58,7 +58,7 @@ def run(
     results: Results, quick: bool, side: int, attention: Attention | None, labels_alone: bool, checkpoint: Path
 ) -> None:
     config = make_config(side, quick, attention or ("block-sparse" if side == 256 else "flash"))
-    batch, tested = (2, 8) if quick else (BATCH[side], TESTED[side])
+    batch, tested, count = (2, 8, 16) if quick else (BATCH[side], TESTED[side], IMAGES)
     devices = jax.devices()[: math.gcd(batch, jax.device_count())]
     trainer = Trainer(config, label if labels_alone else label_and_targets, devices=devices)
     weights, log = checkpoint / "weights.npz", checkpoint / "stages.json"
@@ -72,9 +72,9 @@ def run(
     with concurrent.futures.ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
         styles = [pathfinder_images.STYLES[side], *easier(side)]
         kinds = [(style, pathfinder_images.odds_from_discs(side, style, pool.map)) for style in styles]
-        images_per_second = generation_rate(pool, side, kinds)
+        images_per_second = generation_rate(pool, side, kinds, count)
         seconds = 1.0 if quick else max(1.0, results.seconds_left() - RESERVED)
-        with contextlib.closing(batched(images(pool, side, [TRAINING, len(stages)], kinds), batch)) as batches:
+        with contextlib.closing(batched(images(pool, side, [TRAINING, len(stages)], kinds, count), batch)) as batches:
             losses = list(train(trainer, batches, RATES[side], seconds=seconds))
         stage: Row = {
             "checkpoint": checkpoint.name,
@@ -100,7 +100,7 @@ def run(
         save(trainer, weights)
         measure.save(log, {"stages": stages})
         # The weights are already saved, in case the test does not finish.
-        with contextlib.closing(batched(images(pool, side, [TEST, side], kinds[:1]), batch)) as tests:
+        with contextlib.closing(batched(images(pool, side, [TEST, side], kinds[:1], count), batch)) as tests:
             stage |= trainer.accuracy(itertools.islice(tests, -(-tested // batch)), CONFIDENCE)
     measure.save(log, {"stages": stages})
     results.begin()
@@ -145,17 +145,17 @@ def loaded(path: Path, weights: Any) -> Any:
     return jax.tree.unflatten(structure, found)
 
 
-def make_images(side: int, seed: list[int], kinds: Sequence[Kind]) -> Batch:
+def make_images(side: int, seed: list[int], kinds: Sequence[Kind], count: int) -> Batch:
     """Generate images. Half of them are of the first kind, the others of a random other kind, if there are several."""
     random = np.random.default_rng(seed)
     parts = [kinds[0]]
     if len(kinds) > 1:
         parts.append(kinds[int(random.integers(1, len(kinds)))])
     examples = [
-        pathfinder_images.examples(side, IMAGES // len(parts), [*seed, part], *kind)
+        pathfinder_images.examples(side, count // len(parts), [*seed, part], *kind)
         for part, kind in enumerate(parts, 1)  # the seed without a part is used for the order
     ]
-    order = random.permutation(IMAGES)
+    order = random.permutation(count)
     pixels, targets, labels = (np.concatenate(arrays)[order] for arrays in zip(*examples, strict=True))
     tokens = pixels // (256 // LEVELS)
     return {"tokens": in_tiles(tokens, TILE), "targets": in_tiles(targets, TILE), "labels": labels}
@@ -169,14 +169,16 @@ def easier(side: int) -> list[pathfinder_images.Style]:
     return [style.mixed(half, share) for share in SHARES]
 
 
-def images(pool: concurrent.futures.Executor, side: int, seed: list[int], kinds: Sequence[Kind]) -> Generator[Batch]:
-    """Generate images forever and ahead of time. Their order does not depend on the number of processes."""
+def images(
+    pool: concurrent.futures.Executor, side: int, seed: list[int], kinds: Sequence[Kind], count: int
+) -> Generator[Batch]:
+    """Generate images forever, ahead of time. Their order does not depend on the number of processes."""
     numbers = itertools.count()
-    waiting = deque(pool.submit(make_images, side, [*seed, next(numbers)], kinds) for _ in range(2 * PROCESSES))
+    waiting = deque(pool.submit(make_images, side, [*seed, next(numbers)], kinds, count) for _ in range(2 * PROCESSES))
     try:
         while True:
             batch = waiting.popleft().result()
-            waiting.append(pool.submit(make_images, side, [*seed, next(numbers)], kinds))
+            waiting.append(pool.submit(make_images, side, [*seed, next(numbers)], kinds, count))
             yield batch
     finally:
         for future in waiting:
@@ -187,17 +189,17 @@ def batched(batches: Generator[Batch], size: int) -> Generator[Batch]:
     """Split batches into smaller ones of this size, which divides theirs. Closing it closes `batches`."""
     with contextlib.closing(batches):
         for arrays in batches:
-            for begin in range(0, IMAGES, size):
+            for begin in range(0, len(arrays["labels"]), size):
                 yield {name: x[begin : begin + size] for name, x in arrays.items()}
 
 
-def generation_rate(pool: concurrent.futures.Executor, side: int, kinds: Sequence[Kind]) -> float:
+def generation_rate(pool: concurrent.futures.Executor, side: int, kinds: Sequence[Kind], count: int) -> float:
     """Return the images per second of all processes."""
 
     def make(jobs: int) -> None:
-        list(pool.map(make_images, *zip(*((side, [TIMING, i], kinds) for i in range(jobs)), strict=True)))
+        list(pool.map(make_images, *zip(*((side, [TIMING, i], kinds, count) for i in range(jobs)), strict=True)))
 
     make(PROCESSES)  # starts the processes
     start = time.perf_counter()
     make(2 * PROCESSES)
-    return 2 * PROCESSES * IMAGES / (time.perf_counter() - start)
+    return 2 * PROCESSES * count / (time.perf_counter() - start)

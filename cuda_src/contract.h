@@ -240,7 +240,7 @@ struct PartsOfTile {
   FIELD(int*, tile_counter, at(layout.tile_counter))                                                                  \
   /* with kFusedRows the next block of 64 rows of Q, */                                                               \
   FIELD(int*, row_block_counter, at(layout.row_block_counter))                                                        \
-  /* of each head the prepared blocks and the kv tiles added to dQ (with kOrdered, of each q tile). */                \
+  /* of each head the prepared blocks and the kv tiles added to dQ (with kOrdered, of each q tile and CTA). */        \
   FIELD(int*, prepared, at(layout.prepared))                                                                          \
   FIELD(int*, added, at(layout.added))                                                                                \
   FIELD(const int32_t*, origin, in.origin)       /* global index of the first row and key */                          \

@@ -22,7 +22,7 @@ struct Scratch {
   int64_t l_parts = -1, m_parts = -1;                 // f32 [row of a part of the keys]
   int64_t tile_parts = -1;                            // PartsOfTile [batch, tile of Q]
   int64_t tile_counter = -1, row_block_counter = -1;  // one s32 each: see contract.h
-  int64_t prepared = -1, added = -1;                  // s32 [batch, head]
+  int64_t prepared = -1, added = -1;                  // s32 [batch, head]; see contract.h
   int64_t dk_sum = -1, dv_sum = -1;                   // f32 [batch, key's head, padded key, dim]
   int parts = 1;                                      // of the bias, or of the keys, or stretches of the keys
   int heads = 0, heads_at_a_time = 0;                 // see contract.h

@@ -140,11 +140,11 @@ def test_deterministic_backward_is_reproducible(options, dim, dtype):
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_deterministic_backward_of_packed_sequences(dim, causal):
     q, k, v = (normal(i, 5000, h, dim) for i, h in enumerate((16, 8, 8)))
-    ends = np.array([0, 100, 100, 1500, 1503, 4900])
+    ends, key_ends = np.array([0, 100, 100, 1500, 1503, 4900]), np.array([0, 100, 700, 2000, 2400, 5000])
 
     def gradient(**options):
         def loss(q, k, v):
-            o = jax_flash.varlen_attention(q, k, v, ends, is_causal=causal, **options)
+            o = jax_flash.varlen_attention(q, k, v, ends, key_ends, is_causal=causal, **options)
             return (o.astype(jnp.float32) ** 2).sum()
 
         return jax.jit(jax.grad(loss, (0, 1, 2)))

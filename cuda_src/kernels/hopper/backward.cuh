@@ -19,10 +19,11 @@
 // f32 it has 64 if a head dim is above 64 or there is a bias. The host launches
 //   jax_flash_backward_prepare      if not kFusedRows: a CTA of kRowThreads threads for each kRowBlock rows of each
 //                                   head, with T rounded up to kRows
-//   jax_flash_backward              at most one CTA for each SM, an even number if a head dim is above 128, with
-//                                   kThreads threads and `jax_flash_shared_bytes` of shared memory. TMA boxes have
-//                                   kRows rows for Q and dO, kKeys for K and V, kBoxRows for dK and dV (if
-//                                   requested), and kFusedBoxRows for the O, dO and dQ of kFusedRows
+//   jax_flash_backward              at most one CTA for each SM, an even number if a head dim is above 128 (then with
+//                                   kOrdered two CTAs for each tile of 128 keys), with kThreads threads and
+//                                   `jax_flash_shared_bytes` of shared memory. TMA boxes have kRows rows for Q and dO,
+//                                   kKeys for K and V, kBoxRows for dK and dV (if requested), and kFusedBoxRows for the
+//                                   O, dO and dQ of kFusedRows
 //   jax_flash_backward_finish       if dQ is requested, and not kFusedRows: the same grid as _prepare
 //   jax_flash_backward_finish_keys  if kSumKV: a CTA of kRowThreads threads for each kRowBlock keys of each head of K,
 //                                   with S rounded up to kKeys

@@ -11,8 +11,10 @@
 // (DescendingKVTiles in scheduler/kv_schedule.cuh).
 //
 // There is no deadlock for any number of concurrent CTAs. CTAs take kv tiles in this order from a counter, and wait
-// only for tiles taken before. The order of additions does not depend on the number of CTAs. With kPairs, each cluster
-// takes one tile, and the grid has a cluster for each tile.
+// only for tiles taken before. The order of additions does not depend on the number of CTAs. With ranges, the kv tiles
+// that a tile of rows sees may have gaps: tiles whose keys no row sees. These add zeros in their turn, because it would
+// take too long to find them (kCountsHiddenTiles). With kPairs, each cluster takes one tile, and the grid has a cluster
+// for each tile.
 #pragma once
 
 #include "hopper/backward_tiles.cuh"
@@ -25,9 +27,9 @@ namespace jax_flash::hopper::backward {
 // The turn of a CTA at a tile of dQ, or with kPairs at its half of the columns.
 struct Turn {
   int* count;  // the kv tiles that have been added
-  int before;  // the kv tiles that come before this one: those after it whose keys the rows see
-  // Masks hide all keys of the kv tile from the rows, so it adds only zeros. Then it has no turn. Rows that are masked
-  // by lengths can have such tiles.
+  int before;  // the kv tiles that come before this one: those after it, up to the last key that a row sees
+  // The kv tile comes after this key, so it adds only zeros. Then it has no turn. A tile of rows in which a sequence
+  // ends can have such kv tiles.
   bool hidden;
 
   __device__ __forceinline__ Turn(const Params& p, const DQTile& tile) {

@@ -239,8 +239,8 @@ struct ConsumerOfDS : Epilogue {
     MbarrierArrive(&shared.turn_wanted);
   }
 
-  // Adds dQ to the sums in HBM. If there is room (up to head dim 192), dQ goes through shared memory, so this warpgroup
-  // does not wait for the L2.
+  // Adds dQ to the sums in HBM. With Tuning::kDelayedDQ it goes through shared memory, so this warpgroup does not wait
+  // for the L2.
   __device__ __forceinline__ void AddDQ(int row_block) {
     const int first_dim = ClusterRank() * kHalfColumns, dims = kQKDim - first_dim;
     float* to = p.dq_sum + int64_t(row_block * 4 + warp) * 16 * kQKDim + 16 * first_dim;

@@ -102,7 +102,7 @@ __device__ __forceinline__ void StoreL(const Params& p, const RowBlock& block, i
 }
 
 // Does the main kernel overwrite all of dQ of a block before it adds to it? It does up to head dim 128 if it adds in a
-// fixed order and the rows see keys.
+// fixed order, and the keys that the rows see are in a range that is not empty.
 __device__ __forceinline__ bool StoresDQ(const Params& p, const RowBlock& block) {
   const int tile = block.row / kTiling.rows * kTiling.rows;
   const auto keys = AnyRowKeys(PositionsOf(p, block.batch), tile, tile + kTiling.rows);

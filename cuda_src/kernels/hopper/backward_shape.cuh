@@ -35,5 +35,7 @@ static_assert(!kInterleavedHeads || (kCausal && !kFusedRows && !kListed));
 constexpr bool kOrdered = kTiling.ordered;
 static_assert(!kOrdered || (kDQ && !kTF32 && !kFusedRows && !kInterleavedHeads && !kListed && !kSegments));
 static_assert(!kOrdered || kStages == 2);
+// Does a kv tile whose keys no row sees visit the tile of rows in which its empty range of rows lies?
+constexpr bool kCountsHiddenTiles = kOrdered && kProblem.ranges;
 
 }  // namespace jax_flash::hopper::backward

@@ -1,13 +1,13 @@
-// The numbers that a CTA of a persistent grid takes. A schedule defines the tile, or the list, of each number.
+// The numbers that a CTA takes. A schedule defines the tile, or the list, of each number.
 #pragma once
 
 #include "config.cuh"
 
 namespace jax_flash {
 
-// Free CTAs take numbers from a counter in HBM, which starts at 0. The atomic takes about a microsecond, so a CTA
-// requests its next number before it finishes the current tile. In the backward it requests late, because holding a
-// tile that nobody computes yet costs up to 10%. The forward requests some kv tiles ahead.
+// Free CTAs of a persistent grid take numbers from a counter in HBM, which starts at 0. The atomic takes about a
+// microsecond, so a CTA requests its next number before it finishes the current tile. In the backward it requests late,
+// because holding a tile that nobody computes yet costs up to 10%. The forward requests some kv tiles ahead.
 struct DynamicNumbers {
   const Params& p;
   int number;
@@ -16,7 +16,7 @@ struct DynamicNumbers {
   __device__ __forceinline__ void Request() { number = atomicAdd(p.tile_counter, 1); }
 };
 
-// One number, which was taken before.
+// One number, which was taken before. The grid is not persistent.
 struct OneNumber {
   const Params& p;
   uint32_t number;

@@ -342,4 +342,4 @@ def apply_blocks(
     if inputs.ndim == 0 or inputs.shape[-1] != places.shape[0]:
         raise ValueError(f"inputs must have shape [..., {places.shape[0]}], not {inputs.shape}")
     out = product(inputs, kernel, places)
-    return out if bias is None else out + bias
+    return out if bias is None else out + bias.reshape((1,) * (out.ndim - 1) + bias.shape)

@@ -11,6 +11,7 @@ as the points, and rounding errors of both cancel.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -82,6 +83,8 @@ def kernel_sum(
     if not full_precision(precision):
         x, y = _rounded(x), _rounded(y)
     sum_of = functools.partial(_sum, log_kernel, precision=precision, implementation=implementation)
+    # Equally many leading dims, because JAX can be set to refuse others (jax_numpy_rank_promotion).
+    x, y, weights = (jnp.expand_dims(array, tuple(range(len(shape) - array.ndim))) for array in (x, y, weights))
     return jnp.vectorize(sum_of, signature="(m,d),(n,d),(n,e)->(m,e)")(x, y, weights).astype(given)
 
 
@@ -120,7 +123,14 @@ def _sum(
 def _scaled(x: jax.Array, y: jax.Array, length_scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the points divided by the length scale, and centred, because norms of far points cancel in a distance."""
     centre = lax.stop_gradient(y.mean(-2, keepdims=True))  # distances do not depend on it
-    return (x - centre) / length_scale, (y - centre) / length_scale
+
+    def scaled(points: jax.Array) -> jax.Array:
+        dims = max(points.ndim, y.ndim)
+        arrays = (jnp.expand_dims(x, tuple(range(dims - x.ndim))) for x in (points, centre, length_scale))
+        same_rank, centre_of_rank, scale = arrays
+        return (same_rank - centre_of_rank) / scale
+
+    return scaled(x), scaled(y)
 
 
 def _rounded(x: jax.Array) -> jax.Array:
@@ -159,7 +169,7 @@ def _score_mod(kernel: DistanceKernel, y: jax.Array) -> Callable[..., jax.Array]
     def score_mod(score, batch, head, query, key):
         d2 = -2 * score
         if noise is not None:  # the derivative passes through: at 0, it is the limit for equal points
-            d2 += lax.stop_gradient(jnp.where(d2 > noise[key], 0, -d2))
+            d2 += lax.stop_gradient(jnp.where(d2 <= noise[key], -d2, 0))
         return kernel.log(d2, *(parameter[key] for parameter in parameters))
 
     return score_mod
@@ -203,7 +213,7 @@ def _check(arrays: dict[str, jax.Array], log_kernel: Any) -> None:
         shape = jnp.shape(log_kernel.length_scale)
         if shape not in ((), x.shape[-1:], (1,)):
             raise ValueError(f"length_scale must be a number or an array [D] with D = {x.shape[-1]}, not {shape}")
-    elif log_kernel in [getattr(kernels, name) for name in kernels.__all__]:
+    elif any(log_kernel is getattr(kernels, name) for name in kernels.__all__):
         raise TypeError(f"log_kernel must be a kernel: call kernels.{log_kernel.__name__} with its parameters")
     elif not callable(log_kernel):
         raise TypeError(
@@ -214,6 +224,12 @@ def _check(arrays: dict[str, jax.Array], log_kernel: Any) -> None:
 
 def _check_function(log_kernel: Function, dtype: Any) -> None:
     """Raise an error that names log_kernel. Attention would name its score_mod."""
+    try:
+        inspect.signature(log_kernel).bind("dot", "x_norm2", "y_norm2")
+    except TypeError:
+        raise TypeError("log_kernel must take 3 arguments: dot, x_norm2, y_norm2") from None
+    except ValueError:  # the callable has no signature
+        pass
     scalar = jax.ShapeDtypeStruct((), dtype)
     result = jax.eval_shape(log_kernel, scalar, scalar, scalar)
     if getattr(result, "shape", None) != () or result.dtype != dtype:

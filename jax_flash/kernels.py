@@ -95,9 +95,9 @@ def _positive(name: str, x: ArrayLike, dims: int) -> Any:
 
 
 def _root(x: jax.Array) -> jax.Array:
-    """Return the root of x, or 0 with derivative 0 if x is not positive."""
-    positive = x > 0
-    return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1)), 0)
+    """Return the root of x, or 0 with derivative 0 if x is not positive. NaN stays NaN."""
+    no_root = x <= 0
+    return jnp.where(no_root, 0, jnp.sqrt(jnp.where(no_root, 1, x)))
 
 
 @jax.custom_jvp

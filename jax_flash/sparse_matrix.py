@@ -134,8 +134,8 @@ def block_sparse_matmul(x: ArrayLike, blocks: ArrayLike, mask: BlockMask) -> jax
     """Multiply by a matrix that stores only some of its blocks.
 
     Time and memory are proportional to the number of stored blocks, forward and backward. The fast kernels of a GPU
-    support bfloat16 and float16, and blocks whose sides are 16, 32, 64 or 128. Sums are float32 (float64 for float64).
-    There are derivatives of any order in reverse mode. Forward mode is an error.
+    support bfloat16 and float16, blocks whose sides are 16, 32, 64 or 128, and arrays of fewer than 2^31 elements. Sums
+    are float32 (float64 for float64). There are derivatives of any order in reverse mode. Forward mode is an error.
 
     Args:
       x: array [..., I]; float32, float64, bfloat16 or float16.

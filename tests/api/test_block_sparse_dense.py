@@ -84,6 +84,12 @@ def test_options():
     assert layer.bias is None and layer.kernel.dtype == jnp.bfloat16 and layer(inputs()).dtype == jnp.float32
 
 
+def test_without_rank_promotion():
+    layer, params = linen_layer()
+    with jax.numpy_rank_promotion("raise"):
+        layer.apply({"params": params}, inputs()[None])
+
+
 def test_initial_outputs_have_variance_one():
     """In each column of blocks, however many blocks it has."""
     layer, params = linen_layer(use_bias=False)

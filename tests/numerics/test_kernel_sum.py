@@ -258,6 +258,24 @@ def test_16_bit_inputs_are_computed_in_float32(dtype):
     np.testing.assert_array_equal(ours, wide.astype(dtype))
 
 
+@pytest.mark.parametrize("name", ORACLES)
+def test_nan_stays_in_its_row(name):
+    x, y, weights = (jnp.asarray(array) for array in arrays())
+    sums = kernel_sum(x.at[3, 1].set(jnp.nan), y, weights, kernel(name))
+    assert (jnp.isnan(sums).all(1) == (jnp.arange(M) == 3)).all()
+    diverged = jax.jit(lambda scale: kernel_sum(x, y, weights, kernel(name, scale, *kernel(name).parameters)))
+    assert jnp.isnan(diverged(jnp.nan)).all()
+
+
+def test_without_rank_promotion():
+    x, y, weights = (jnp.asarray(array) for array in arrays())
+    scales = jnp.linspace(0.5, 1, D)
+    expected = kernel_sum(x, y, weights, kernels.gaussian(scales))
+    with jax.numpy_rank_promotion("raise"):
+        for given in ((x, y, weights), (x[None], y, weights), (x, y[None], weights)):
+            np.testing.assert_array_equal(kernel_sum(*given, kernels.gaussian(scales)).reshape(M, E), expected)
+
+
 def test_leading_dims_broadcast():
     x, y, weights = (jnp.asarray(array) for array in arrays())
     xs, ws = jnp.stack([x, 2 * x])[:, None], jnp.stack([weights, -weights, 3 * weights])
@@ -389,6 +407,8 @@ def test_memory_is_linear():
         ({"log_kernel": kernels.gaussian(np.ones(D + 1))}, ValueError, "length_scale"),
         ({"log_kernel": lambda dot, a, b: (dot, a)}, TypeError, "log_kernel must return one scalar"),
         ({"log_kernel": lambda dot, a, b: dot > 0}, TypeError, "log_kernel must return one scalar"),
+        ({"log_kernel": lambda dot: dot}, TypeError, "log_kernel must take 3 arguments: dot, x_norm2, y_norm2"),
+        ({"log_kernel": np.ones(3)}, TypeError, "log_kernel must be a kernel"),
         ({"precision": "high-ish"}, ValueError, "precision"),
         ({"implementation": "cudnn"}, ValueError, "implementation"),
     ],

@@ -510,5 +510,10 @@ class _Tracing:
             return [_TracedView(aval(x).shape, aval(x).dtype) for x in eqn.outvars]
         if inner and lowering.is_transparent(eqn):
             return self.run(inner[0], inner[1], inputs)
-        arrays = [jnp.asarray(self.use(value), aval(x).dtype) for x, value in zip(eqn.invars, inputs, strict=True)]
-        return list(replay.apply(jaxpr, eqn, arrays))
+        used = [
+            value if isinstance(x, Literal) else self.use(value) for x, value in zip(eqn.invars, inputs, strict=True)
+        ]
+        if inner:  # with a custom rule
+            return list(replay.apply(jaxpr, eqn, used))
+        variables, function = replay.function_of(jaxpr, eqn)
+        return function(*(used[eqn.invars.index(x)] for x in variables))

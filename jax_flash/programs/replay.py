@@ -46,7 +46,7 @@ def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[j
     return varying_alike(results, like)
 
 
-def _function_of(jaxpr: Jaxpr, eqn: JaxprEqn) -> tuple[list[Any], Any]:
+def function_of(jaxpr: Jaxpr, eqn: JaxprEqn) -> tuple[list[Any], Any]:
     """Return the variables of one equation of a jaxpr, and the equation as a function of them."""
     variables = list(dict.fromkeys(x for x in eqn.invars if not isinstance(x, Literal)))
     names = jaxpr.debug_info.with_unknown_names()
@@ -113,7 +113,7 @@ def _parameter(wide: Any, x: Any) -> Any:
 
 def _with_rule(jaxpr: Jaxpr, eqn: JaxprEqn, inner: tuple[Jaxpr, Sequence[Any]], inputs: list[Any]) -> Any:
     """Evaluate a call of a function with a custom derivative. The jaxpr of this derivative is replayed as well."""
-    variables, function = _function_of(jaxpr, eqn)
+    variables, function = function_of(jaxpr, eqn)
     types, result_types = (list(map(type_of_variable, of)) for of in (variables, eqn.outvars))
     moving = [i for i, x in enumerate(types) if jnp.issubdtype(x.dtype, jnp.floating)]
     literals = {i: np.asarray(x.val, aval(x).dtype) for i, x in enumerate(eqn.invars) if isinstance(x, Literal)}

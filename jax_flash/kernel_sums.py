@@ -83,7 +83,7 @@ def kernel_sum(
     if not full_precision(precision):
         x, y = _rounded(x), _rounded(y)
     sum_of = functools.partial(_sum, log_kernel, precision=precision, implementation=implementation)
-    # Equally many leading dims, because JAX can be set to refuse others (jax_numpy_rank_promotion).
+    # All arrays get equally many dims, because JAX can be set to refuse others (jax_numpy_rank_promotion).
     x, y, weights = (jnp.expand_dims(array, tuple(range(len(shape) - array.ndim))) for array in (x, y, weights))
     return jnp.vectorize(sum_of, signature="(m,d),(n,d),(n,e)->(m,e)")(x, y, weights).astype(given)
 
@@ -126,9 +126,9 @@ def _scaled(x: jax.Array, y: jax.Array, length_scale: jax.Array) -> tuple[jax.Ar
 
     def scaled(points: jax.Array) -> jax.Array:
         dims = max(points.ndim, y.ndim)
-        arrays = (jnp.expand_dims(x, tuple(range(dims - x.ndim))) for x in (points, centre, length_scale))
-        same_rank, centre_of_rank, scale = arrays
-        return (same_rank - centre_of_rank) / scale
+        arrays = (jnp.expand_dims(array, tuple(range(dims - array.ndim))) for array in (points, centre, length_scale))
+        points, shift, scale = arrays
+        return (points - shift) / scale
 
     return scaled(x), scaled(y)
 

@@ -336,8 +336,8 @@ Tilings hopper::Candidates(const Target& target, const Problem& p, Pass pass) {
 }
 
 // Tilings of a backward that adds to dQ in a fixed order, or none if it cannot. It needs 16-bit types. Features that
-// need its last registers or shared memory are excluded, also a window with a query offset. The rows that see a kv
-// tile, and the keys that a q tile sees, must be contiguous.
+// need its last registers or shared memory are excluded, also a window with a query offset. The rows that see a kv tile
+// must be contiguous, and so must the keys that a q tile sees, apart from gaps in ranges (kCountsHiddenTiles).
 Tilings hopper::OrderedCandidates(const Target& target, const Problem& p) {
   if (!p.deterministic || !p.dq || ElementOf(p.dtype).bytes != 2) return {};
   const Features has = FeaturesOf(p);

@@ -137,7 +137,7 @@ def _with_rule(jaxpr: Jaxpr, eqn: JaxprEqn, inner: tuple[Jaxpr, Sequence[Any]], 
         moved, floats = of_floats(args)
         return jax.vjp(moved, *floats)[1](list(cotangents))
 
-    # The rule is traced with the types of the equation's variables, which may vary over mesh axes.
+    # The rule is traced with the types of the equation's variables, whose values may vary over mesh axes.
     def traced(rule: Any, other_types: Sequence[Any], args: Sequence[Any], others: Sequence[Any]) -> list[jax.Array]:
         closed = jax.make_jaxpr(rule)(types, other_types)
         return evaluate(closed.jaxpr, closed.consts, [*args, *others])

@@ -136,11 +136,13 @@ def test_deterministic_backward_is_reproducible(options, dim, dtype):
         np.testing.assert_allclose(x, expected, atol=0.02 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("equal", [False, True], ids=["different lengths", "equal lengths"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_deterministic_backward_of_packed_sequences(dim, causal):
+def test_deterministic_backward_of_packed_sequences(dim, causal, equal):
     q, k, v = (normal(i, 5000, h, dim) for i, h in enumerate((16, 8, 8)))
-    ends, key_ends = np.array([0, 100, 100, 1500, 1503, 4900]), np.array([0, 100, 700, 2000, 2400, 5000])
+    ends = np.array([0, 100, 100, 1500, 1503, 4900])
+    key_ends = ends if equal else np.array([0, 100, 700, 2000, 2400, 5000])
 
     def gradient(**options):
         def loss(q, k, v):

@@ -165,6 +165,7 @@ def test_chunks(case, dtype):
         # all keys of a tile are hidden from a tile of rows that sees the keys before and after
         ((10, 0, 10, 0), (10, 390, 10, 205), Case(N=1, K=1, D=256, E=256, deterministic=True), "bfloat16"),
         ((1, 1), (100, 400), Case(N=1, K=1, D=64, E=64, causal=True, window=(64, 0), deterministic=True), "bfloat16"),
+        ((10, 0), (10, 400), Case(N=1, K=1, D=64, E=64, deterministic=True), "bfloat16"),
         ((70, 90), (140, 80), Case(N=2, K=1, D=64, E=40, causal=True, deterministic=True), "float32"),
         ((1, 1, 0, 2), (700, 20, 30, 350), Case(N=8, K=2, D=64, E=64, causal=True), "bfloat16"),
     ],

@@ -27,9 +27,9 @@ namespace jax_flash::hopper::backward {
 // The turn of a CTA at a tile of dQ, or with kPairs at its half of the columns.
 struct Turn {
   int* count;  // the kv tiles that have been added
-  int before;  // the kv tiles that come before this one: those after it, up to the last key that a row sees
-  // The kv tile comes after this key, so it adds only zeros. Then it has no turn. A tile of rows in which a sequence
-  // ends can have such kv tiles.
+  int before;  // the kv tiles with later keys, up to the end of the range of the last row. They add first.
+  // The kv tile begins after this end, so it would add only zeros. Then it has no turn. A tile of rows in which the
+  // queries end can have such kv tiles.
   bool hidden;
 
   __device__ __forceinline__ Turn(const Params& p, const DQTile& tile) {

@@ -47,7 +47,7 @@ struct KVTile {
   // With kFusedRows: the index in p.added of the head to whose dQ the tile adds; < 0: this has been reported there, or
   // there is nothing to report (backward_fused_rows.cuh).
   int item_head;
-  int steps;  // the number of q tiles, over all its heads, that see it; with a block mask only whether there are any
+  int steps;  // the number of q tiles, over all its heads, that it visits; with a block mask only whether there are any
 };
 
 // A kv tile, or two with kPairs, and the rows that see it.

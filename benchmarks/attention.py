@@ -14,7 +14,7 @@ enqueued one after the other, so the launch of one call overlaps with the call b
 Rates are in TFLOP/s at the median time. FLOPs are counted as in the FlashAttention papers: 2 (D + E) per visible entry
 of S (half of all entries if causal), 2.5 times that in the backward and for a tangent alone, and 3 times for the
 forward with a tangent. With a random mask, all entries count. The dtype is bfloat16 unless a group specifies another.
-In forward mode, an implementation whose results differ from those of jax_flash is left out.
+In forward mode, an implementation whose results differ from the results of jax_flash is left out.
 
 Problems with a window, documents, arrays or a soft cap are timed in turn with the same problem without them (column
 "dense"). Separate runs are not comparable, because the clock of a GPU depends on what ran before. A causal mask given

@@ -53,8 +53,8 @@ struct Producer {
       VisibleTile found = {{t * kClusterKeys + (kPairs ? ClusterRank() * kKeys : 0), head / sharing, batch, item},
                            RowsOf(p, positions, batch, t * kClusterKeys, (t + 1) * kClusterKeys)};
       const int first = found.rows.any_lo / kRows, end = (found.rows.any_hi + kRows - 1) / kRows;
-      const bool any = kCountsHiddenTiles || found.rows.any_lo < found.rows.any_hi;
-      const int steps = any ? max(end - first, 0) * group : 0;
+      int steps = found.rows.any_lo < found.rows.any_hi ? (end - first) * group : 0;
+      if (kCountsHiddenTiles) steps = max(end - first, 0) * group;
       found.tile.steps = steps;
       if (kVisibleTileInShared) shared.visible_tile = found;
       const int every_hi = EveryHi(found.rows, positions);

@@ -109,10 +109,6 @@ struct Shared {
   // With kOrdered: the tiles of dQ in `staging`.
   DQTile dq_tile[kOrdered ? kStages : 1];
   uint64_t dq_full[kOrdered ? kStages : 1], dq_empty[kOrdered ? kStages : 1];
-  // With kOrdered and kPairs: the consumers' turn to add dq_tile[0] to the sums, and the number of the cluster's kv
-  // tile, in the first CTA.
-  uint64_t turn_wanted, turn_begins, turn_ends;
-  int number;
   // With kFusedRows: two buffers for each warp that prepares and finishes rows.
   alignas(kFusedRows ? 1024 : 1) uint8_t rows[3][2][kFusedRows ? kRowsBytes : 1];
   alignas(16) uint8_t zeros[kFusedRows ? kRowsBytes : 1];
@@ -122,6 +118,10 @@ struct Shared {
   // TF32: the transposes of Q and dO.
   uint64_t q_t_full, q_t_empty, do_t_full, do_t_empty;
   bool more[kTF32 ? kStages : 1];  // comes with dO; false: there are no more steps
+  // With kOrdered and kPairs: the consumers' turn to add dq_tile[0] to the sums, and the number of the cluster's kv
+  // tile, in the first CTA.
+  uint64_t turn_wanted, turn_begins, turn_ends;
+  int number;
   alignas(kTF32 ? 1024 : 1) uint8_t q_t[kTF32 ? SharedQTransposed::kBytes : 1];
   alignas(kTF32 ? 1024 : 1) uint8_t do_t[kTF32 ? SharedDOTransposed::kBytes : 1];
 };
